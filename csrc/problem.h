@@ -44,7 +44,8 @@ typedef struct gdn_verify_problem {
   void *state; /* [n_slots, D, S] */
   int64_t state_slot, state_channel, state_column;
   void *snapshots; /* windows [n_rows, tokens, D, S] or history [n_rows, rows, D] */
-  int64_t snapshot_row, snapshot_token, snapshot_channel, snapshot_column;
+  int64_t snapshot_row, snapshot_token, snapshot_channel, snapshot_column; /* history: column
+                                                                              stride = token's */
 
   const int32_t *slot_index; /* conv_state_indices [n_seq] */
   int64_t slot_index_stride;
@@ -66,9 +67,37 @@ typedef struct gdn_verify_problem {
   int32_t write_state;   /* update_state, a state, and no tree */
 } gdn_verify_problem;
 
+/* gdn_verify_commit_params after validation. All layers have the shapes and strides of the first. */
+typedef struct gdn_verify_commit_problem {
+  const gdn_verify_tensor *conv_states; /* n_layers; host array of the caller */
+  const gdn_verify_tensor *snapshots;   /* n_layers */
+  int64_t n_layers; /* 0 where there is nothing to do */
+  int64_t n_seq;
+  int64_t d_inner;
+  int64_t n_slots;
+  int64_t n_rows;
+  int64_t snapshot_capacity;
+  int64_t pad_slot_id;
+  int64_t state_slot, state_channel, state_column;
+  int64_t snapshot_row, snapshot_token, snapshot_channel, snapshot_column; /* history: column
+                                                                              stride = token's */
+  const int32_t *slot_index;
+  int64_t slot_index_stride;
+  const int32_t *row_index;
+  int64_t row_index_stride;
+  const int32_t *accepted;
+  int64_t accepted_stride;
+  int32_t state_len;    /* S */
+  int32_t element_size; /* bytes: 4 or 2 */
+} gdn_verify_commit_problem;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params *params,
+                                                 gdn_verify_commit_problem *problem,
+                                                 gdn_verify_error *err);
 
 /* Validates `params` and fills `problem`. problem->n_seq is 0 where there is nothing to do. */
 gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
@@ -81,9 +110,8 @@ __attribute__((format(printf, 3, 4)))
 gdn_verify_status
 gdn_verify_fail(gdn_verify_error *err, gdn_verify_status status, const char *format, ...);
 
-/* BAD_INDEX with the sentence for sequence `seq` and what gdn_verify_resolve said of it. */
-gdn_verify_status gdn_verify_fail_index(gdn_verify_error *err, const gdn_verify_problem *problem,
-                                        int64_t seq, int32_t verdict);
+/* BAD_INDEX with the sentence for sequence `seq` and the gdn_verify_verdict found for it. */
+gdn_verify_status gdn_verify_fail_index(gdn_verify_error *err, int64_t seq, int32_t verdict);
 
 #ifdef __cplusplus
 }
@@ -162,6 +190,21 @@ GDN_VERIFY_INLINE int gdn_verify_parent_ok(const gdn_verify_problem *p, int64_t 
                                            int64_t token) {
   const int64_t parent = p->parent[seq * p->parent_seq + token * p->parent_token];
   return parent >= -1 && parent < token;
+}
+
+/* The same for a commit: sets *slot, and *snapshot to num_accepted - 1 of row *row. */
+GDN_VERIFY_INLINE gdn_verify_verdict gdn_verify_resolve_commit(const gdn_verify_commit_problem *p,
+                                                               int64_t seq, int64_t *slot,
+                                                               int64_t *row, int64_t *snapshot) {
+  *slot = p->slot_index ? p->slot_index[seq * p->slot_index_stride] : seq;
+  *row = p->row_index ? p->row_index[seq * p->row_index_stride] : seq;
+  *snapshot = (int64_t)p->accepted[seq * p->accepted_stride] - 1;
+  if (p->slot_index && (*slot < 0 || *slot == p->pad_slot_id)) return GDN_VERIFY_PADDING;
+  if (*snapshot == -1) return GDN_VERIFY_EMPTY;
+  if (*slot >= p->n_slots) return GDN_VERIFY_BAD_SLOT;
+  if (*row < 0 || *row >= p->n_rows) return GDN_VERIFY_BAD_ROW;
+  if (*snapshot < 0 || *snapshot >= p->snapshot_capacity) return GDN_VERIFY_BAD_ACCEPTED;
+  return GDN_VERIFY_RUN;
 }
 
 #endif /* GDN_VERIFY_PROBLEM_H */
