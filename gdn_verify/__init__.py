@@ -1,0 +1,25 @@
+"""Convolution, SiLU and L2 norm of Gated DeltaNet layers for verifying speculative tokens.
+
+Importing this package loads the operators `torch.ops.gdn.*`. Without torch, `gdn_verify._core`
+(the C core on NumPy arrays) and `gdn_verify.reference` work all the same.
+"""
+
+from importlib import metadata
+from typing import Any
+
+__all__ = ["__version__", "history_windows", "verify_conv"]
+
+try:
+    __version__ = metadata.version("gdn-verify")
+except metadata.PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0+unknown"
+
+try:
+    from .ops import history_windows, verify_conv
+except ImportError as error:  # no torch, or no library for it: say so when it is asked for
+    _reason = str(error)
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            raise ImportError(_reason)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""The operators for PyTorch: loads them, tells torch.compile about them, and wraps the main one.
+
+`torch.ops.gdn.verify_fused_conv_kn_batched`, `.verify_fused_conv_kn`, `.conv1d_update_l2norm` and
+`.commit_conv_state` write into the tensors that they are given and return nothing; their schemas
+stand in csrc/torch_ops.cpp. `verify_conv` allocates what it is not given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["history_windows", "verify_conv"]
+
+_LIBRARY = Path(__file__).with_name("_torch_ops.so")
+if not _LIBRARY.exists():
+    raise ImportError(
+        f"gdn_verify was built without its PyTorch operators ({_LIBRARY} is missing): install it"
+        " where torch is installed, with `pip install --no-build-isolation .`"
+    )
+torch.ops.load_library(str(_LIBRARY))
+
+
+# ---- fakes: what torch.compile, torch.export and meta tensors run instead ------------------------
+#
+# The operators return nothing, so there is no shape to tell. Devices are compared because a call
+# that mixes in a meta tensor comes here and nowhere else. Sizes are left to the real kernel: to
+# compare them here would specialise a dynamic graph on them.
+
+
+def _register_fake(name: str, first: str) -> None:
+    """Registers the fake of an operator, whose tensors must all be on the device of `first`."""
+    names = [argument.name for argument in getattr(torch.ops.gdn, name).default._schema.arguments]
+
+    def fake(*args: Any, **options: Any) -> None:
+        arguments = dict(zip(names, args, strict=False), **options)
+        device = arguments[first].device
+        for argument, value in arguments.items():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor) and item.device != device:
+                    raise RuntimeError(
+                        f"{argument} is on {item.device}, but {first} is on {device}:"
+                        " all tensors must be on one device"
+                    )
+
+    torch.library.register_fake(f"gdn::{name}", fake)
+
+
+_register_fake("verify_fused_conv_kn_batched", "new_input")
+_register_fake("verify_fused_conv_kn", "new_input")
+_register_fake("conv1d_update_l2norm", "new_input")
+_register_fake("commit_conv_state", "num_accepted")
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------
+
+
+def _allocate_snapshots(
+    kind: str,
+    conv_state: Tensor | None,
+    new_input: Tensor,
+    cu_seqlens: Tensor | None,
+    max_num_tokens: int | None,
+) -> Tensor | None:
+    if kind == "none":
+        return None
+    if kind not in ("windows", "history"):
+        raise ValueError(f'snapshots is {kind!r}, but it must be "windows", "history" or "none"')
+    if conv_state is None:
+        raise ValueError(
+            "conv_state_inter must be given where conv_state is None: its history is the only state"
+        )
+    if conv_state.dim() != 3:
+        raise ValueError(f"conv_state has {conv_state.dim()} dimensions, but it must have 3")
+    dims = 3 if cu_seqlens is None else 2
+    if new_input.dim() != dims:
+        raise ValueError(f"new_input has {new_input.dim()} dimensions, but it must have {dims}")
+    if cu_seqlens is None:
+        n_seq, num_tokens = new_input.shape[0], new_input.shape[1]
+    else:
+        if max_num_tokens is None:
+            raise ValueError(
+                "max_num_tokens must be given with cu_seqlens where conv_state_inter is not:"
+                " it tells how many snapshots of a sequence to allocate"
+            )
+        n_seq, num_tokens = cu_seqlens.shape[0] - 1, max_num_tokens
+    d_inner, state_len = conv_state.shape[1], conv_state.shape[2]
+    if kind == "windows":
+        return conv_state.new_empty((n_seq, num_tokens, d_inner, state_len))
+    return conv_state.new_empty((n_seq, state_len - 1 + num_tokens, d_inner))
+
+
+def verify_conv(
+    conv_state: Tensor | None,
+    new_input: Tensor,
+    weight: Tensor,
+    *,
+    qk_channels: int,
+    head_dim: int,
+    l2_eps: float = 1e-6,
+    output: Tensor | None = None,
+    conv_state_inter: Tensor | None = None,
+    snapshots: Literal["windows", "history", "none"] = "windows",
+    bias: Tensor | None = None,
+    activation: Literal["silu", "none"] = "silu",
+    conv_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    inter_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_num_tokens: int | None = None,
+    parent_index: Tensor | None = None,
+    update_state: bool = True,
+    config: int = -1,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs K draft tokens of each sequence through convolution, activation and L2 norm.
+
+    Calls `torch.ops.gdn.verify_fused_conv_kn_batched`, whose arguments these are, and allocates
+    what is not given:
+
+    - `output`: contiguous, shape and dtype of `new_input`;
+    - `conv_state_inter`, as `snapshots` says: "windows" `[n_seq, K, D, S]`, "history"
+      `[n_seq, S-1+K, D]` (see `history_windows`), in `conv_state`'s dtype, or "none": None, where
+      nothing will be rolled back. With `cu_seqlens`, K is `max_num_tokens`. What is not written
+      (the rows of padding and of tokens that a sequence does not have) is left uninitialised.
+      `snapshots` is not looked at when `conv_state_inter` is given.
+
+    Writes the committed window into `conv_state` (unless `update_state` is False or `parent_index`
+    is given) and returns `(output, conv_state_inter)`. There is no backward.
+    """
+    if torch.is_grad_enabled():
+        for name, tensor in (
+            ("conv_state", conv_state),
+            ("new_input", new_input),
+            ("weight", weight),
+            ("output", output),
+            ("conv_state_inter", conv_state_inter),
+            ("bias", bias),
+        ):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(
+                    f"{name} requires grad, but verify_conv has no backward:"
+                    " call it under torch.no_grad() or torch.inference_mode()"
+                )
+    if conv_state_inter is None:
+        for name, tensor in (
+            ("num_accepted_tokens", num_accepted_tokens),
+            ("inter_indices", inter_indices),
+        ):
+            if tensor is not None:
+                raise ValueError(
+                    f"conv_state_inter must be given with {name}, which points into it"
+                )
+        conv_state_inter = _allocate_snapshots(
+            snapshots, conv_state, new_input, cu_seqlens, max_num_tokens
+        )
+    if output is None:
+        output = torch.empty_like(new_input, memory_format=torch.contiguous_format)
+    torch.ops.gdn.verify_fused_conv_kn_batched(
+        conv_state,
+        new_input,
+        weight,
+        output,
+        conv_state_inter,
+        qk_channels,
+        head_dim,
+        l2_eps,
+        bias=bias,
+        activation=activation,
+        conv_state_indices=conv_state_indices,
+        pad_slot_id=pad_slot_id,
+        inter_indices=inter_indices,
+        num_accepted_tokens=num_accepted_tokens,
+        cu_seqlens=cu_seqlens,
+        max_num_tokens=max_num_tokens,
+        parent_index=parent_index,
+        update_state=update_state,
+        config=config,
+        pdl=pdl,
+    )
+    return output, conv_state_inter
+
+
+def history_windows(history: Tensor, S: int) -> Tensor:
+    """The windows `[n_rows, K, D, S]` that a history `[n_rows, S-1+K, D]` holds, without a copy.
+
+    Works for any strides, and without the first dimension too. Snapshot t of row r is
+    `history_windows(history, S)[r, t]`.
+    """
+    if history.dim() not in (2, 3):
+        raise ValueError(f"history has {history.dim()} dimensions, but it must have 3 (or 2)")
+    if S < 1 or history.shape[-2] < S:
+        raise ValueError(
+            f"history holds {history.shape[-2]} entries a row, but a window takes S = {S}"
+        )
+    return history.unfold(-2, S, 1)
