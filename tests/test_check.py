@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gdn_verify import check, compare, info, real_input, reference, timing
+from gdn_verify import check, compare, info, real_input, timing
 from gdn_verify.__main__ import main
 from gdn_verify.models import MODELS
 
@@ -210,7 +210,3 @@ def test_graph_timer_sees_memory_not_cache():
 @pytest.mark.gpu
 def test_check_passes_on_cuda(no_layer):
     assert main(["check", "--quick", "--device", "cuda", "--model", MODEL]) == 0
-
-
-def test_reference_is_the_packages_own():
-    assert check.reference is reference
