@@ -103,6 +103,13 @@ gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params 
 gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
                                           gdn_verify_problem *problem, gdn_verify_error *err);
 
+/* Check every value of the index tensors, which must be in host memory, shared slots and rows too.
+ * GDN_VERIFY_OK or GDN_VERIFY_BAD_INDEX (UNSUPPORTED where memory for the check is lacking). */
+gdn_verify_status gdn_verify_check_indices(const gdn_verify_problem *problem,
+                                           gdn_verify_error *err);
+gdn_verify_status gdn_verify_check_commit_indices(const gdn_verify_commit_problem *problem,
+                                                  gdn_verify_error *err);
+
 /* Formats a message into err->text and returns `status`. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))

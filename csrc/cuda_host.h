@@ -1,0 +1,20 @@
+/* cuda_host.h - what the launchers share on the host: errors and GDN_VERIFY_CHECK. Internal. */
+#ifndef GDN_VERIFY_CUDA_HOST_H
+#define GDN_VERIFY_CUDA_HOST_H
+
+#include <cuda_runtime.h>
+
+#include "problem.h"
+
+/* Fills `err` for `error` of the CUDA runtime and clears it there, so that it does not surface in a
+ * later, unrelated call. */
+gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, cudaError_t error);
+
+/* Synchronises the stream, reads the index tensors and reports a bad value as the CPU path does.
+ * Does nothing while the stream is being captured. */
+gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *problem, void *stream,
+                                                  gdn_verify_error *err);
+gdn_verify_status gdn_verify_check_device_commit(const gdn_verify_commit_problem *problem,
+                                                 void *stream, gdn_verify_error *err);
+
+#endif /* GDN_VERIFY_CUDA_HOST_H */
