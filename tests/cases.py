@@ -120,7 +120,8 @@ class _OnDevice:
 
     def tensor(self, x: np.ndarray) -> Any:
         owner = buffer_of(x)
-        assert owner.flags.c_contiguous and owner.dtype == x.dtype
+        assert owner.flags.c_contiguous
+        assert owner.dtype == x.dtype
         if id(owner) not in self.buffers:
             self.buffers[id(owner)] = owner, _as_tensor(owner.reshape(-1)).cuda()
         flat = self.buffers[id(owner)][1]
@@ -167,8 +168,8 @@ class Case:
             owner = buffer_of(x)
             if id(owner) not in copies:
                 copies[id(owner)] = owner.copy()
-            if x.size == 0:
-                return np.empty(x.shape, x.dtype)
+            if x.size == 0:  # has no address in its buffer
+                return np.ndarray(x.shape, x.dtype, copies[id(owner)])
             return np.ndarray(x.shape, x.dtype, copies[id(owner)], _offset(x), x.strides)
 
         return Case(self.op, _map(view, self.args), _map(view, self.options), self.label)
@@ -275,18 +276,16 @@ def legal(chosen: dict[str, Any]) -> bool:
     get = chosen.get
     if get("tree") and get("snapshots", "windows") == "history":
         return False
-    if "snapshots" in chosen and get("snapshots") is None:
-        if get("rows") or get("accepted") or ("state" in chosen and get("state") is None):
-            return False
-    if "state" in chosen and get("state") is None:  # the history is the only state
-        if get("slots") or get("snapshots", "history") != "history" or get("tree"):
-            return False
-        if "accepted" in chosen and get("accepted") is None:
-            return False
-    # these change nothing where there is no such array
-    if get("slots") == "null-block" and get("spare") == 0:
+    no_state = get("state", "W") is None
+    no_snapshots = get("snapshots", "windows") is None
+    if no_snapshots and (get("rows") or get("accepted") or no_state):
         return False
-    return True
+    if no_state:  # the history is the only state
+        if get("slots") or get("tree") or get("snapshots", "history") != "history":
+            return False
+        if get("accepted", "mixed") is None:
+            return False
+    return not (get("slots") == "null-block" and get("spare") == 0)  # the null block is spare
 
 
 def covering_array(

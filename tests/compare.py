@@ -1,9 +1,11 @@
-"""Bytewise comparison: -0 is not +0, a NaN equals a NaN of any payload, nothing else is forgiven."""
+"""Bytewise comparison: -0 is not +0, a NaN equals a NaN of any payload, nothing else is forgiven.
+
+Also the error of an exponential in units of the last place.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-
 from cases import Case, buffer_of
 
 
@@ -29,7 +31,7 @@ def _text(x: np.generic) -> str:
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> str:
-    """"" where equal, otherwise a sentence with the first differing coordinate and both values."""
+    """ "" where equal, otherwise a sentence with the first differing coordinate and both values."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return (
             f"{actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"

@@ -1,17 +1,18 @@
-"""Markers: `slow` tests run with --slow, `gpu` tests where torch sees a CUDA device."""
+"""Markers and the implementations that tests run on.
+
+`slow` tests run with --slow or -m slow, `gpu` tests where torch sees a CUDA device. A test with the
+argument `implementation` runs on the reference, the core, the torch operators on the CPU and on
+CUDA; with the argument `built` on all of these but the reference.
+"""
 
 import importlib.util
 
+import cases
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the exhaustive tests too")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: exhaustive; minutes to an hour; run with --slow")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 def _cuda_available() -> bool:
@@ -23,10 +24,19 @@ def _cuda_available() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = config.getoption("--slow")
+    slow = config.getoption("--slow") or "slow" in (config.getoption("markexpr") or "")
     gpu = any(item.get_closest_marker("gpu") for item in items) and _cuda_available()
     for item in items:
         if item.get_closest_marker("slow") and not slow:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow or -m slow"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = cases.cpu_implementations()
+    cuda = pytest.param("cuda", marks=pytest.mark.gpu)
+    for fixture, values in (("implementation", names), ("built", names[1:])):
+        own = [m.args[0] for m in metafunc.definition.iter_markers("parametrize")]
+        if fixture in metafunc.fixturenames and fixture not in own:
+            metafunc.parametrize(fixture, [*values, cuda])

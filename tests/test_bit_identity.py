@@ -8,14 +8,12 @@ are a part of it.
 
 import functools
 
+import cases
+import compare
 import numpy as np
 import pytest
 
-import cases
-import compare
-
 MAX_SEQ, MAX_TOKENS = 8, 17
-IMPLEMENTATIONS = cases.cpu_implementations()[1:]
 
 
 @functools.lru_cache(maxsize=2)
@@ -65,54 +63,48 @@ def check(implementation, shape, n_seq, num_tokens, **chosen):
     compare.assert_same_case(single, golden, f"single against per token, {label}")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("n_seq", range(1, MAX_SEQ + 1))
 @pytest.mark.parametrize("model", cases.EIGHTH_SHAPES)
-def test_grid_at_one_eighth(implementation, model, n_seq):
+def test_grid_at_one_eighth(built, model, n_seq):
     for num_tokens in range(1, MAX_TOKENS + 1):
-        check(implementation, cases.EIGHTH_SHAPES[model], n_seq, num_tokens)
+        check(built, cases.EIGHTH_SHAPES[model], n_seq, num_tokens)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("model", cases.FULL_SHAPES)
-def test_full_width(implementation, model):
+def test_full_width(built, model):
     for n_seq, num_tokens in ((1, 1), (1, 17), (2, 3), (5, 4), (8, 2), (8, 17)):
-        check(implementation, cases.FULL_SHAPES[model], n_seq, num_tokens)
+        check(built, cases.FULL_SHAPES[model], n_seq, num_tokens)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [*cases.TOY_SHAPES.values(), *cases.ODD_SHAPES.values()], ids=str)
-def test_other_heads(implementation, shape):
+def test_other_heads(built, shape):
     for n_seq, num_tokens in ((1, 1), (1, 17), (3, 4), (8, 5)):
-        check(implementation, shape, n_seq, num_tokens)
+        check(built, shape, n_seq, num_tokens)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("d_conv", range(2, 9))
 @pytest.mark.parametrize("state_dtype", cases.DTYPES)
-def test_other_widths(implementation, d_conv, state_dtype):
+def test_other_widths(built, d_conv, state_dtype):
     for num_tokens in (1, 2, d_conv - 1, d_conv, d_conv + 1, 17):
         check(
-            implementation, cases.EIGHTH_SHAPES["qwen3.5-27b-tp8"], 3, num_tokens,
+            built, cases.EIGHTH_SHAPES["qwen3.5-27b-tp8"], 3, num_tokens,
             d_conv=d_conv, state_dtype=state_dtype,
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("input_dtype", cases.DTYPES)
 @pytest.mark.parametrize("output_dtype", ["input", "float32"])
 @pytest.mark.parametrize("state", ["W", "W-1"])
-def test_dtypes(implementation, input_dtype, output_dtype, state):
+def test_dtypes(built, input_dtype, output_dtype, state):
     for state_dtype in cases.DTYPES:
         check(
-            implementation, cases.TOY_SHAPES["toy-64"], 3, 5, state=state, values="special",
+            built, cases.TOY_SHAPES["toy-64"], 3, 5, state=state, values="special",
             input_dtype=input_dtype, output_dtype=output_dtype, state_dtype=state_dtype,
             bias="float32",
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_input_and_output_in_one_row_buffer(implementation):
+def test_input_and_output_in_one_row_buffer(built):
     """Interleaved views that share no element are legal."""
     case = cases.default_case(cases.TOY_SHAPES["toy-32"], 3, 4)
     d_inner = case.args["new_input"].shape[-1]
@@ -121,13 +113,12 @@ def test_input_and_output_in_one_row_buffer(implementation):
     expected = cases.run("reference", case)
     case.args["new_input"] = rows[..., :d_inner]
     case.args["output"] = rows[..., d_inner : 2 * d_inner]
-    actual = cases.run(implementation, case)
+    actual = cases.run(built, case)
     compare.assert_same(actual.args["output"], expected.args["output"])
     compare.assert_same(actual.args["new_input"], expected.args["new_input"])
     assert (cases.buffer_of(actual.args["output"])[..., 2 * d_inner :] == 0x7FC0).all()
 
 
-@pytest.mark.parametrize("implementation", cases.cpu_implementations())
 def test_a_sequence_does_not_depend_on_its_batch(implementation):
     """The same sequence at every place of batches with other sequences, layouts and padding."""
     alone = cases.default_case(cases.TOY_SHAPES["toy-96"], 1, 6, seed=7)

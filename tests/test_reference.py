@@ -2,11 +2,11 @@
 
 from fractions import Fraction
 
+import cases
+import compare
 import numpy as np
 import pytest
 
-import cases
-import compare
 from gdn_verify import reference
 
 BITS = np.uint32
@@ -52,7 +52,9 @@ def test_fma_is_exact():
         if exact == 0:
             assert r == 0
         else:
-            compare.assert_same(np.float32([r]), np.float32([round_to_float32(exact)]), f"{x, y, z}")
+            compare.assert_same(
+                np.float32([r]), np.float32([round_to_float32(exact)]), f"{x, y, z}"
+            )
 
 
 def test_fma_of_infinities_and_nan():
@@ -152,9 +154,7 @@ def test_state_is_rounded_once_and_the_newest_input_is_not():
     state = np.zeros((1, 1, 2), np.uint16)
     weight = np.float32([[1, 1]])
     output = np.zeros((1, 2, 1), np.float32)
-    reference.verify_fused_conv_kn_batched(
-        state, x, weight, output, None, 0, 1, activation="none"
-    )
+    reference.verify_fused_conv_kn_batched(state, x, weight, output, None, 0, 1, activation="none")
     compare.assert_same(output, np.float32([[[1 + 2**-10], [1 + 2 + 2**-9]]]))
     compare.assert_same(state, np.array([[[0x3F80, 0x4000]]], np.uint16))
 
