@@ -15,10 +15,12 @@ Both paths are timed (see timing.py). Then a Qwen3-Next layer's own input and re
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -115,9 +117,12 @@ def run_per_token(t: Tensors, shape: Shape) -> None:
 
 def run_reference(t: Tensors, shape: Shape) -> Tensors:
     """The NumPy reference on the CPU, results as tensors on the device of `t`."""
-    arrays = [_to_numpy(x) for x in t]
-    reference.verify_fused_conv_kn_batched(*arrays, shape.qk_channels, shape.head_dim)
-    return Tensors(*(_from_numpy(a, x.device) for a, x in zip(arrays, t, strict=True)))
+    state, rows, weight, output, inter = (_to_numpy(x) for x in t)
+    reference.verify_fused_conv_kn_batched(
+        state, rows, weight, output, inter, shape.qk_channels, shape.head_dim
+    )
+    arrays = (state, rows, weight, output, inter)
+    return Tensors(*(_from_numpy(array, t.output.device) for array in arrays))
 
 
 def _to_numpy(x: torch.Tensor) -> np.ndarray:
@@ -167,7 +172,7 @@ def time_both(shape: Shape, c: int, k: int, device: torch.device) -> tuple[float
     sets = make_tensors(shape, c, k, device, timing.cold_sets(touched, device))
 
     def calls(run: Callable[[Tensors, Shape], None]) -> list[Callable[[], None]]:
-        return [lambda tensors=tensors: run(tensors, shape) for tensors in sets]
+        return [functools.partial(run, tensors, shape) for tensors in sets]
 
     return (
         timing.time_graph(calls(run_fused)).median_us,
@@ -293,7 +298,7 @@ def _run_device(
     name = describe(device)
     progress = table.Progress(len(grid), str(device), sys.stderr)
     rows = []
-    with torch.cuda.device(device if device.type == "cuda" else None):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for row in check_device(shape, grid, device):
             rows.append(row)
             progress.step(f"C {row['n_seq']} K {row['num_tokens']}")
