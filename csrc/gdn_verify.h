@@ -57,7 +57,9 @@ typedef enum gdn_verify_dtype {
   GDN_VERIFY_BFLOAT16 = 1,
   GDN_VERIFY_FLOAT16 = 2,
   GDN_VERIFY_INT32 = 3,
-  GDN_VERIFY_OTHER = 4 /* any other dtype; validation names the argument that has it */
+  GDN_VERIFY_OTHER = 4, /* any other dtype; validation names the argument that has it */
+  GDN_VERIFY_INT64 = 5, /* refused as well, but by name */
+  GDN_VERIFY_FLOAT64 = 6
 } gdn_verify_dtype;
 
 /* A strided view. All zero (ndim 0) means that the argument is absent. */
@@ -172,6 +174,7 @@ int gdn_verify_num_configs(void);
  * gdn_verify_set_cpu_level chooses one by name for the whole process and returns 0, or -1 where
  * this CPU lacks it. The environment variable GDN_VERIFY_CPU_LEVEL does so at the first call. */
 const char *gdn_verify_cpu_level(void);
+int gdn_verify_has_cpu_level(const char *name); /* 1 where it is known and this CPU has it */
 int gdn_verify_set_cpu_level(const char *name);
 
 /* The arithmetic of numerics.h on arrays of n float32, at the current SIMD level. */
