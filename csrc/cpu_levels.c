@@ -1,0 +1,249 @@
+/* cpu_levels.c - the kernels of the CPU backend, built once for each SIMD level, and the choice
+ * among them.
+ *
+ * cpu_kernel.h is included once per level under another target attribute; the level is chosen once
+ * per process, by what the CPU has. All levels perform the same float32 operations on each element
+ * in the same order, so they give the same bytes.
+ *
+ * Flags: -O3 for the vectoriser; -ffp-contract=off, or products and sums fuse and the bits are
+ * wrong; -fno-math-errno -fno-trapping-math let square roots and selects vectorise and change no
+ * value. Without hardware FMA, gdn_verify_fma is libm's fmaf: right, slow, and it needs -lm.
+ */
+#include "cpu_internal.h"
+
+#include <float.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__FAST_MATH__)
+#error "gdn-verify needs IEEE arithmetic: build without -ffast-math"
+#endif
+#if FLT_EVAL_METHOD != 0
+#error "gdn-verify needs float32 arithmetic without excess precision (on x86: SSE, not x87)"
+#endif
+
+/* ---- scratch of a unit ----------------------------------------------------------------------- */
+
+typedef struct row {
+  float *value; /* [GDN_VERIFY_CHUNK] */
+  void *stored; /* the same in conv_state's dtype; equal to value where that is float32 */
+} row;
+
+typedef struct work {
+  float weight[GDN_VERIFY_MAX_D_CONV][GDN_VERIFY_CHUNK]; /* [W][n] */
+  float bias[GDN_VERIFY_CHUNK];
+  float y[GDN_VERIFY_CHUNK];
+  row ring[GDN_VERIFY_MAX_D_CONV];  /* the window at hand; W rows */
+  row rows[GDN_VERIFY_MAX_D_CONV];  /* the memory of a tree's ancestors; W - 1 rows */
+  row start[GDN_VERIFY_MAX_D_CONV]; /* the window that the sequence starts from; W - 1 rows */
+  row spare;                        /* the newest row */
+  float values[2 * GDN_VERIFY_MAX_D_CONV][GDN_VERIFY_CHUNK];
+  uint16_t halves[2 * GDN_VERIFY_MAX_D_CONV][GDN_VERIFY_CHUNK];
+} work;
+
+static void bind_rows(work *w, int32_t d_conv, int half) {
+  row all[2 * GDN_VERIFY_MAX_D_CONV];
+  for (int i = 0; i < 2 * GDN_VERIFY_MAX_D_CONV; ++i) {
+    all[i].value = w->values[i];
+    all[i].stored = half ? (void *)w->halves[i] : (void *)w->values[i];
+  }
+  w->spare = all[0];
+  for (int32_t k = 0; k < d_conv - 1; ++k) {
+    w->start[k] = all[1 + k];
+    w->rows[k] = all[GDN_VERIFY_MAX_D_CONV + k];
+    w->ring[k] = w->start[k];
+  }
+  w->ring[d_conv - 1] = w->spare;
+}
+
+/* ---- pieces that every level inlines --------------------------------------------------------- */
+
+/* Where an argument is called `half`, or `taps` or `columns` below, it is a constant after inlining.
+ * No sum of floats here or in cpu_kernel.h may be reordered or fused. */
+
+GDN_VERIFY_INLINE void *element(const void *base, int64_t index, int32_t dtype) {
+  return (char *)(uintptr_t)base + index * (dtype == GDN_VERIFY_FLOAT32 ? 4 : 2);
+}
+
+GDN_VERIFY_INLINE void copy_element(void *to, int64_t i, const void *from, int64_t j, int half) {
+  if (half)
+    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+  else
+    ((float *)to)[i] = ((const float *)from)[j];
+}
+
+GDN_VERIFY_INLINE void copy_strided(void *restrict to, int64_t to_stride, const void *restrict from,
+                                    int64_t from_stride, int64_t n, int half) {
+  if (to_stride == 1 && from_stride == 1)
+    memcpy(to, from, (size_t)n * (half ? sizeof(uint16_t) : sizeof(float)));
+  else
+    for (int64_t c = 0; c < n; ++c) copy_element(to, c * to_stride, from, c * from_stride, half);
+}
+
+/* to[c * columns + j] = rows[j][c] */
+GDN_VERIFY_INLINE void scatter_columns(void *restrict to, const void *const *rows, int columns,
+                                       int64_t n, int half) {
+  const void *r[GDN_VERIFY_MAX_D_CONV];
+  for (int j = 0; j < columns; ++j) r[j] = rows[j];
+  for (int64_t c = 0; c < n; ++c) {
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j) copy_element(to, c * columns + j, r[j], c, half);
+  }
+}
+
+GDN_VERIFY_INLINE void scatter_packed(void *to, const void *const *rows, int32_t columns, int64_t n,
+                                      int half) {
+  switch (columns) {
+    case 1: scatter_columns(to, rows, 1, n, half); break;
+    case 2: scatter_columns(to, rows, 2, n, half); break;
+    case 3: scatter_columns(to, rows, 3, n, half); break;
+    case 4: scatter_columns(to, rows, 4, n, half); break;
+    default: scatter_columns(to, rows, columns, n, half); break;
+  }
+}
+
+/* rows[j][c] = from[c * columns + j] */
+GDN_VERIFY_INLINE void gather_columns(void *const *rows, const void *restrict from, int columns,
+                                      int64_t n, int half) {
+  for (int j = 0; j < columns; ++j)
+    for (int64_t c = 0; c < n; ++c) copy_element(rows[j], c, from, c * columns + j, half);
+}
+
+GDN_VERIFY_INLINE void gather_packed(void *const *rows, const void *from, int32_t columns,
+                                     int64_t n, int half) {
+  switch (columns) {
+    case 1: gather_columns(rows, from, 1, n, half); break;
+    case 2: gather_columns(rows, from, 2, n, half); break;
+    case 3: gather_columns(rows, from, 3, n, half); break;
+    case 4: gather_columns(rows, from, 4, n, half); break;
+    default: gather_columns(rows, from, columns, n, half); break;
+  }
+}
+
+/* y[c] = bias, then + window[k] * weight[k] for k = 0 .. taps-1 */
+GDN_VERIFY_INLINE void convolve_taps(const work *w, int taps, int64_t n, float *restrict y) {
+  const float *x[GDN_VERIFY_MAX_D_CONV];
+  for (int k = 0; k < GDN_VERIFY_MAX_D_CONV; ++k) x[k] = k < taps ? w->ring[k].value : NULL;
+  for (int64_t c = 0; c < n; ++c) {
+    float acc = w->bias[c];
+#pragma GCC unroll 8
+    for (int k = 0; k < taps; ++k) acc = acc + x[k][c] * w->weight[k][c];
+    y[c] = acc;
+  }
+}
+
+/* Squares of 32 numbers, as a halving tree: i with i + 16, + 8, + 4, + 2, + 1. */
+GDN_VERIFY_INLINE float group_squares(const float *y) {
+  float s[GDN_VERIFY_GROUP / 2];
+  for (int i = 0; i < 16; ++i) s[i] = y[i] * y[i] + y[i + 16] * y[i + 16];
+  for (int i = 0; i < 8; ++i) s[i] = s[i] + s[i + 8];
+  for (int i = 0; i < 4; ++i) s[i] = s[i] + s[i + 4];
+  for (int i = 0; i < 2; ++i) s[i] = s[i] + s[i + 2];
+  return s[0] + s[1];
+}
+
+/* ---- the levels ------------------------------------------------------------------------------ */
+
+#define LEVEL_KERNELS(suffix)                                                                \
+  {                                                                                          \
+#suffix, run_unit_##suffix, exp_array_##suffix, silu_array_##suffix,                     \
+        sum_squares_array_##suffix                                                           \
+  }
+
+#define LEVEL_TARGET
+#define LEVEL_NAME(name) name##_baseline
+#include "cpu_kernel.h"
+#undef LEVEL_TARGET
+#undef LEVEL_NAME
+
+#if defined(__x86_64__)
+#define LEVEL_TARGET __attribute__((target("avx2,fma,f16c")))
+#define LEVEL_NAME(name) name##_avx2
+#include "cpu_kernel.h"
+#undef LEVEL_TARGET
+#undef LEVEL_NAME
+
+#define LEVEL_TARGET \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,prefer-vector-width=512")))
+#define LEVEL_NAME(name) name##_avx512
+#include "cpu_kernel.h"
+#undef LEVEL_TARGET
+#undef LEVEL_NAME
+#endif
+
+/* Lowest first. */
+static const gdn_verify_cpu_kernels levels[] = {
+    LEVEL_KERNELS(baseline),
+#if defined(__x86_64__)
+    LEVEL_KERNELS(avx2),
+    LEVEL_KERNELS(avx512),
+#endif
+};
+
+#define GDN_VERIFY_N_LEVELS ((int)(sizeof levels / sizeof levels[0]))
+
+static int level_runs_here(int level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                   __builtin_cpu_supports("f16c");
+  if (level == 1) return avx2;
+  if (level == 2)
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+  return level == 0;
+}
+
+/* Its number, or -1 where this CPU lacks it. */
+static int find_level(const char *name) {
+  for (int level = 0; level < GDN_VERIFY_N_LEVELS; ++level)
+    if (name && strcmp(name, levels[level].name) == 0) return level_runs_here(level) ? level : -1;
+  return -1;
+}
+
+static _Atomic int current_level = -1; /* -1: not chosen yet */
+
+const gdn_verify_cpu_kernels *gdn_verify_current_kernels(void) {
+  int level = atomic_load(&current_level);
+  if (level < 0) {
+    int chosen = find_level(getenv("GDN_VERIFY_CPU_LEVEL"));
+    for (int i = GDN_VERIFY_N_LEVELS - 1; chosen < 0; --i)
+      if (level_runs_here(i)) chosen = i;
+    /* a choice that another thread made meanwhile stands */
+    if (atomic_compare_exchange_strong(&current_level, &level, chosen)) level = chosen;
+  }
+  return &levels[level];
+}
+
+const char *gdn_verify_cpu_level(void) { return gdn_verify_current_kernels()->name; }
+
+int gdn_verify_has_cpu_level(const char *name) { return find_level(name) >= 0; }
+
+int gdn_verify_set_cpu_level(const char *name) {
+  const int level = find_level(name);
+  if (level < 0) return -1;
+  atomic_store(&current_level, level);
+  return 0;
+}
+
+/* ---- arrays ---------------------------------------------------------------------------------- */
+
+void gdn_verify_exp_array(const float *x, float *out, int64_t n) {
+  const uint64_t saved = gdn_verify_enter_fp();
+  gdn_verify_current_kernels()->exp_array(x, out, n);
+  gdn_verify_leave_fp(saved);
+}
+
+void gdn_verify_silu_array(const float *x, float *out, int64_t n) {
+  const uint64_t saved = gdn_verify_enter_fp();
+  gdn_verify_current_kernels()->silu_array(x, out, n);
+  gdn_verify_leave_fp(saved);
+}
+
+void gdn_verify_sum_squares_array(const float *x, float *out, int64_t rows, int64_t n) {
+  const uint64_t saved = gdn_verify_enter_fp();
+  gdn_verify_current_kernels()->sum_squares_array(x, out, rows, n);
+  gdn_verify_leave_fp(saved);
+}
