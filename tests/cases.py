@@ -215,7 +215,8 @@ def spaced(x: np.ndarray, layout: str) -> np.ndarray:
     """x as a view with the same shape and values in another memory layout.
 
     "contiguous"; "transposed": the last two dimensions change places in memory; "strided": every
-    dimension a part of a larger one; "rows": as strided, but the last dimension keeps stride 1.
+    dimension a part of a larger one; "rows": parts of longer rows, as of a projection, the last
+    dimension keeps stride 1; "odd-rows": the same at odd offsets; "pool": one of four in each slot.
     """
     dtype = x.dtype.type
     if layout == "contiguous":
@@ -227,10 +228,10 @@ def spaced(x: np.ndarray, layout: str) -> np.ndarray:
     elif layout == "strided":
         buffer = filled(tuple(2 * n + 1 for n in x.shape), dtype)
         view = buffer[tuple(slice(1, None, 2) for _ in x.shape)]
-    elif layout == "rows":
-        last = x.shape[-1]
-        buffer = filled((*(n + 1 for n in x.shape[:-1]), last + 40), dtype)
-        view = buffer[(*(slice(0, n) for n in x.shape[:-1]), slice(24, 24 + last))]
+    elif layout in ("rows", "odd-rows"):
+        last, before = x.shape[-1], 24 if layout == "rows" else 25
+        buffer = filled((*(n + 1 for n in x.shape[:-1]), last + before + 16), dtype)
+        view = buffer[(*(slice(0, n) for n in x.shape[:-1]), slice(before, before + last))]
     elif layout == "pool":
         buffer = filled((x.shape[0], 4, *x.shape[1:]), dtype)
         view = buffer[:, 0]
@@ -253,7 +254,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bias": (None, "input", "float32"),
     "activation": ("silu", "none"),
     "state_layout": ("contiguous", "transposed", "strided", "pool"),
-    "input_layout": ("contiguous", "rows"),
+    "input_layout": ("contiguous", "rows", "odd-rows"),
     "weight_layout": ("contiguous", "transposed", "strided"),
     "snapshots": ("windows", "history", None),
     "snapshot_layout": ("contiguous", "transposed", "strided", "rows"),
@@ -269,6 +270,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "values": ("normal", "special"),
 }
 """Values that the options of `make_case` take; the first of each is the default form."""
+
+SHIPPED_FACTORS = {
+    **FACTORS,
+    "d_conv": (4,),
+    "head_dim": (128,),
+    "input_dtype": ("bfloat16", "float16"),
+}
+"""The same for the layers of shipped models, which have kernels of their own."""
 
 
 def legal(chosen: dict[str, Any]) -> bool:

@@ -227,7 +227,7 @@ def rollback_run(implementation, snapshots, state, n_seq=4, num_tokens=5, steps=
             accepted[i] = n
 
 
-@pytest.mark.parametrize("snapshots, state", [
+@pytest.mark.parametrize(("snapshots", "state"), [
     ("windows", "W"), ("windows", "W-1"), ("history", "W"), ("history", "W-1"), ("history", None),
 ])  # fmt: skip
 def test_zero_copy_rollback_over_many_steps(implementation, snapshots, state):
@@ -353,9 +353,11 @@ def wrong_index_cases():
 
     shared = cases.make_case(5, 4, **base)
     shared.options["conv_state_indices"][:] = int32(1, 2, 3, 4, 1)
+    shared.label = "shared slot"
     yield pytest.param(shared, id="shared slot")
     shared = cases.make_case(5, 4, **base)
     shared.options["inter_indices"][:] = int32(1, 2, 3, 4, 1)
+    shared.label = "shared row"
     yield pytest.param(shared, id="shared row")
     for option, position, value in (
         ("conv_state_indices", 2, 7), ("inter_indices", 2, 7), ("inter_indices", 2, -1),

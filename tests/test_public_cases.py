@@ -138,7 +138,7 @@ def test_very_many_sequences(built, n_seq):
     compare.assert_same(done.args["output"][-1:], cases.run(built, last).args["output"], "last row")
 
 
-@pytest.mark.parametrize("n_seq, num_tokens, d_inner", [(0, 4, 64), (3, 0, 64), (3, 4, 0)])
+@pytest.mark.parametrize(("n_seq", "num_tokens", "d_inner"), [(0, 4, 64), (3, 0, 64), (3, 4, 0)])
 def test_empty_batches(implementation, n_seq, num_tokens, d_inner):
     """sglang 23609: an empty batch raised a launch error that surfaced in a later operator."""
     whole = cases.make_case(3, 4, 64, 32, head_dim=32)

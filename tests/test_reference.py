@@ -52,9 +52,8 @@ def test_fma_is_exact():
         if exact == 0:
             assert r == 0
         else:
-            compare.assert_same(
-                np.float32([r]), np.float32([round_to_float32(exact)]), f"{x, y, z}"
-            )
+            expected = np.float32([round_to_float32(exact)])
+            compare.assert_same(np.float32([r]), expected, f"fma({x}, {y}, {z})")
 
 
 def test_fma_of_infinities_and_nan():
