@@ -189,14 +189,13 @@ def rounding_bound(run: LayerRun) -> torch.Tensor:
 def _transformers() -> tuple[Any, Any]:
     try:
         transformers = importlib.import_module("transformers")
-    except ImportError:
-        raise Unavailable("transformers is not installed (pip install transformers)") from None
-    try:
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            raise Unavailable("transformers is not installed (pip install transformers)") from None
+        raise Unavailable(f"transformers has no Qwen3-Next layer that loads: {error}") from None
     except ImportError as error:
-        raise Unavailable(
-            f"transformers {transformers.__version__} has no Qwen3-Next layer here: {error}"
-        ) from None
+        raise Unavailable(f"transformers has no Qwen3-Next layer that loads: {error}") from None
     for name in ("causal_conv1d_update", "torch_recurrent_gated_delta_rule", "l2norm"):
         if not hasattr(modeling, name):
             raise Unavailable(_changed(transformers))

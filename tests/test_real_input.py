@@ -93,10 +93,18 @@ def test_wrong_result_is_seen(run):
     assert not ok(output=one)
 
 
-def test_absent_transformers_is_one_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ModuleNotFoundError(name="transformers"), "transformers is not installed"),
+        (ModuleNotFoundError("no qwen3_next", name="transformers.models.x"), "no qwen3_next"),
+        (ImportError("another hub is needed"), "another hub is needed"),
+    ],
+)
+def test_absent_transformers_is_one_sentence(monkeypatch, error, sentence):
     def missing(name):
-        raise ImportError(name)
+        raise error
 
     monkeypatch.setattr(real_input.importlib, "import_module", missing)
-    with pytest.raises(real_input.Unavailable, match="transformers is not installed"):
+    with pytest.raises(real_input.Unavailable, match=sentence):
         real_input.run_layer("tiny")
