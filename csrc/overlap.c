@@ -68,6 +68,10 @@ gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
 gdn_verify_byte_range gdn_verify_tensor_range(const gdn_verify_tensor *tensor) {
   int64_t low = 0, high = 0;
   gdn_verify_byte_range range = {0, 0};
+  if (tensor->ndim == 0)
+    return range; /* absent */
+  if (tensor->ndim == 0)
+    return range;
   for (int k = 0; k < tensor->ndim; k++) {
     if (tensor->shape[k] == 0)
       return range;
@@ -155,7 +159,23 @@ static int solvable(const term *terms, int n, int64_t target, int *budget) {
   return 0;
 }
 
+/* Whether each stride exceeds the reach of the dimensions after it, as in most tensors. */
+static int is_nested(const gdn_verify_tensor *tensor) {
+  int64_t reach = 0;
+  for (int d = tensor->ndim - 1; d >= 0; d--) {
+    if (tensor->shape[d] <= 1)
+      continue;
+    const int64_t stride = tensor->stride[d] < 0 ? -tensor->stride[d] : tensor->stride[d];
+    if (stride <= reach)
+      return 0;
+    reach += stride * (tensor->shape[d] - 1);
+  }
+  return 1;
+}
+
 int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
+  if (is_nested(tensor))
+    return 0;
   term terms[GDN_VERIFY_MAX_DIMS];
   int n = 0;
   for (int d = 0; d < tensor->ndim; d++) {
