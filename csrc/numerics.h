@@ -56,7 +56,6 @@ GDN_VERIFY_INLINE uint32_t gdn_verify_to_bits(float x) {
 
 /* 1.5 * 2^23: adding it rounds to an integer, which then stands in the low bits. */
 #define GDN_VERIFY_ROUND 12582912.0f
-#define GDN_VERIFY_ROUND_BITS 0x4B400000u
 #define GDN_VERIFY_LOG2E 0x1.715476p+0f
 /* ln 2 = HI + LO, HI the nearest float32. */
 #define GDN_VERIFY_LN2_HI 0x1.62e430p-1f
@@ -70,19 +69,22 @@ GDN_VERIFY_INLINE uint32_t gdn_verify_to_bits(float x) {
 #define GDN_VERIFY_C5 0x1.12372ep-7f
 #define GDN_VERIFY_C6 0x1.69737ep-10f
 
-/* x in [-104, 89]: returns p = exp(r) and n with x = n * ln 2 + r, so that exp(x) = p * 2^n. */
-GDN_VERIFY_INLINE float gdn_verify_exp_reduced(float x, int32_t *n) {
-  const float t = gdn_verify_fma(x, GDN_VERIFY_LOG2E, GDN_VERIFY_ROUND);
-  const float n_float = t - GDN_VERIFY_ROUND;
-  float r = gdn_verify_fma(n_float, -GDN_VERIFY_LN2_HI, x);
-  r = gdn_verify_fma(n_float, -GDN_VERIFY_LN2_LO, r);
+/* x in [-104, 89]: returns p = exp(r), where x = n * ln 2 + r, so that exp(x) = p * 2^n, and
+ * *rounded = round + n. `round` is GDN_VERIFY_ROUND, or that plus a small integer: x * log2(e) lies
+ * nowhere midway between two integers (the odd factor of the product is at least that of the
+ * constant's 24 bits), so that n is the same. */
+GDN_VERIFY_INLINE float gdn_verify_exp_reduced(float x, float round, float *rounded) {
+  const float t = gdn_verify_fma(x, GDN_VERIFY_LOG2E, round);
+  const float n = t - round;
+  float r = gdn_verify_fma(n, -GDN_VERIFY_LN2_HI, x);
+  r = gdn_verify_fma(n, -GDN_VERIFY_LN2_LO, r);
   float p = gdn_verify_fma(GDN_VERIFY_C6, r, GDN_VERIFY_C5);
   p = gdn_verify_fma(p, r, GDN_VERIFY_C4);
   p = gdn_verify_fma(p, r, GDN_VERIFY_C3);
   p = gdn_verify_fma(p, r, GDN_VERIFY_C2);
   p = gdn_verify_fma(p, r, 1.0f);
   p = gdn_verify_fma(p, r, 1.0f);
-  *n = (int32_t)(gdn_verify_to_bits(t) - GDN_VERIFY_ROUND_BITS);
+  *rounded = t;
   return p;
 }
 
@@ -97,26 +99,24 @@ GDN_VERIFY_INLINE float gdn_verify_pow2(int32_t n) {
 GDN_VERIFY_INLINE float gdn_verify_exp(float x) {
   float clamped = x < -104.0f ? -104.0f : x;
   clamped = clamped > 89.0f ? 89.0f : clamped;
-  int32_t n;
-  const float p = gdn_verify_exp_reduced(clamped, &n);
+  float rounded;
+  const float p = gdn_verify_exp_reduced(clamped, GDN_VERIFY_ROUND, &rounded);
+  const int32_t n =
+      (int32_t)(gdn_verify_to_bits(rounded) - gdn_verify_to_bits(GDN_VERIFY_ROUND));
   const float scaled = p * gdn_verify_pow2(n >> 1) * gdn_verify_pow2(n - (n >> 1));
   return x != x ? x : scaled;
 }
 
-/* 1 / (1 + exp(-x)), each operation rounded, in its quick form. Equal to the plain one for every x
- * that is not NaN (the tests go through all of them), because
- *   - below exp(-80) the sum is 1 whatever the exponential's exact value, so neither a denormal nor
- *     a larger clamp matters;
- *   - 2 * half is exact, so that fma(half, 2, 1) is 1 + exp(-x) rounded, and overflows as it does.
- * For NaN the result is any number: the callers multiply by x. */
-GDN_VERIFY_INLINE float gdn_verify_one_plus_exp_neg(float x) {
-  float z = -x;
-  z = z < -80.0f ? -80.0f : z;
-  z = z > 89.0f ? 89.0f : z;
-  int32_t n;
-  const float p = gdn_verify_exp_reduced(z, &n);
+/* 1 + exp(z) for z in [-80, 89], in a quick form with the bits of the plain one (the tests go
+ * through all of them):
+ *   - exp(z) / 2 is a normal number there, and its exponent a sum: (n - 1) << 23 is what the bits of
+ *     round + n become when shifted, for round = ROUND - 1, the rest being shifted out;
+ *   - 2 * half is exact, so that fma(half, 2, 1) is 1 + exp(z) rounded, and overflows as it does. */
+GDN_VERIFY_INLINE float gdn_verify_one_plus_exp(float z) {
+  float rounded;
+  const float p = gdn_verify_exp_reduced(z, GDN_VERIFY_ROUND - 1.0f, &rounded);
   const float half =
-      gdn_verify_from_bits(gdn_verify_to_bits(p) + ((uint32_t)(n - 1) << 23));
+      gdn_verify_from_bits(gdn_verify_to_bits(p) + (gdn_verify_to_bits(rounded) << 23));
   return gdn_verify_fma(half, 2.0f, 1.0f);
 }
 
@@ -137,9 +137,14 @@ GDN_VERIFY_INLINE float gdn_verify_sqrt(float x) {
 #endif
 }
 
-/* x * (1 / (1 + exp(-x))), each operation rounded. */
+/* x * (1 / (1 + exp(-x))), each operation rounded. Below exp(-80) the sum is 1 whatever the
+ * exponential's exact value, so that a tighter clamp than exp's changes no bit. For NaN the factor is
+ * any number and the product NaN. */
 GDN_VERIFY_INLINE float gdn_verify_silu(float x) {
-  return x * gdn_verify_rcp(gdn_verify_one_plus_exp_neg(x));
+  float z = -x;
+  z = z < -80.0f ? -80.0f : z;
+  z = z > 89.0f ? 89.0f : z;
+  return x * gdn_verify_rcp(gdn_verify_one_plus_exp(z));
 }
 
 /* The factor of an L2 group whose squares sum to `total`. */

@@ -184,16 +184,73 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* Conv and activation of one token: y[v] from the window x[0 .. 3]. */
-template <int V>
-static __device__ __forceinline__ void convolve(const float (*x)[V], const float (&weight)[4][V],
-                                                const float (&bias)[V], float (&acc)[V]) {
+/* y[t] = conv of the window x[t .. t + 3], for all T tokens of the thread.
+ *
+ * The sum starts with the first product instead of bias or +0 plus it where there is no bias. That
+ * differs where all four products are -0, whose sum is -0 instead of +0: the next step, whatever it
+ * is, adds a zero. */
+template <int V, int T, bool BIAS>
+static __device__ __forceinline__ void convolve(const float (&x)[T + 3][V],
+                                                const float (&weight)[4][V], const float (&bias)[V],
+                                                float (&y)[T][V]) {
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    float sum = bias[v];
+  for (int t = 0; t < T; ++t) {
 #pragma unroll
-    for (int k = 0; k < FAST_D_CONV; ++k) sum = __fadd_rn(sum, __fmul_rn(x[k][v], weight[k][v]));
-    acc[v] = sum;
+    for (int v = 0; v < V; ++v) {
+      float sum = __fmul_rn(x[t][v], weight[0][v]);
+      if (BIAS) sum = __fadd_rn(bias[v], sum);
+#pragma unroll
+      for (int k = 1; k < FAST_D_CONV; ++k)
+        sum = __fadd_rn(sum, __fmul_rn(x[t + k][v], weight[k][v]));
+      y[t][v] = sum;
+    }
+  }
+}
+
+/* 1 / x, correctly rounded, for normal x below 2^126: what __frcp_rn does there, without its test
+ * for everything else. */
+static __device__ __forceinline__ float quick_rcp(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
+/* The activation, in place. Without a bias, y may be -0 where the definition has +0 (see convolve):
+ * adding +0 after the last product mends that, and changes nothing else, since a product that is
+ * rounded to zero keeps its sign in the fused form too. */
+template <int V, int T, bool BIAS>
+static __device__ __forceinline__ void activate(int32_t activation, float (&y)[T][V]) {
+  if (activation != GDN_VERIFY_SILU) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (!BIAS) y[t][v] = __fadd_rn(y[t][v], 0.0f);
+    }
+    return;
+  }
+  float largest = 0.0f; /* NaN does not count: its product is NaN whatever the factor */
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) largest = fmaxf(largest, fabsf(y[t][v]));
+  }
+  if (largest <= 80.0f) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const float factor = quick_rcp(gdn_verify_one_plus_exp(-y[t][v]));
+        y[t][v] = BIAS ? __fmul_rn(y[t][v], factor) : __fmaf_rn(y[t][v], factor, 0.0f);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        y[t][v] = gdn_verify_silu(BIAS ? y[t][v] : __fadd_rn(y[t][v], 0.0f));
+    }
   }
 }
 
@@ -302,14 +359,12 @@ __global__ void __launch_bounds__(max_threads(V, T))
   }
 
   float y[T][V];
-#pragma unroll
-  for (int t = 0; t < T; ++t) convolve<V>(x + t, weight, bias, y[t]);
-  if (p.activation == GDN_VERIFY_SILU) {
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) y[t][v] = gdn_verify_silu(y[t][v]);
-    }
+  if (p.bias) {
+    convolve<V, T, true>(x, weight, bias, y);
+    activate<V, T, true>(p.activation, y);
+  } else {
+    convolve<V, T, false>(x, weight, bias, y);
+    activate<V, T, false>(p.activation, y);
   }
 
   if ((int64_t)blockIdx.y * FAST_HEAD_DIM < p.qk_channels) {
