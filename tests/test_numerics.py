@@ -101,57 +101,54 @@ def test_arrays_of_odd_lengths(cpu_level):
         compare.assert_same(_core.silu(x[:n]), reference.silu(x[:n]), f"n = {n}")
 
 
-def identity_call(implementation: str, x: np.ndarray, output_dtype, state_dtype):
-    """x through the operator without changing its value: -> output and conv_state.
+def convolve(implementation: str, x: np.ndarray, weight: np.ndarray, output_dtype, state_dtype):
+    """0 + x * weight, one sequence per row of x [n, D] -> output [n, D], newest of conv_state.
 
-    W = 2 with weights 0 and 1 on a zero state, no activation, no norm: output is 0 + x * 1 in its
-    dtype, and the newest entry of the state is x in the state's dtype.
+    W = 2, on a zero state, no activation, no norm. The newest entry of the state is x, rounded.
     """
-    x = x.reshape(-1, 64)
+    d_inner = x.shape[1]
     output = np.zeros(x.shape, output_dtype)
     state = np.zeros((*x.shape, 2), state_dtype)
-    weight = np.zeros((64, 2), np.float32)
-    weight[:, 1] = 1
+    taps = np.stack([np.zeros(d_inner, np.float32), weight], axis=1)
     cases.call(
         implementation, "verify_fused_conv_kn_batched",
-        state, x[:, None], weight, output[:, None], None, 0, 1, activation="none",
+        state, x[:, None], taps, output[:, None], None, 0, 1, activation="none",
     )  # fmt: skip
-    return output.ravel(), state[..., 1].ravel()
+    return output, state[..., 1]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float16])
 def test_every_16_bit_pattern_survives(implementation, dtype):
-    every = np.arange(2**16, dtype=np.uint16).view(dtype)
-    output, state = identity_call(implementation, every, dtype, dtype)
+    every = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, 64)
+    one = np.ones(64, np.float32)
+    output, state = convolve(implementation, every, one, dtype, dtype)
     compare.assert_same(state, every, "state")
-    wide, _ = identity_call(implementation, every, np.float32, np.float32)
-    expected = reference.to_float32(every) + np.float32(0)  # the accumulator makes -0 a +0
+    wide, _ = convolve(implementation, every, one, np.float32, np.float32)
+    expected = reference.fma(reference.to_float32(every), 1, 0)  # which makes -0 a +0
     compare.assert_same(wide, expected, "to float32")
     compare.assert_same(output, reference.from_float32(expected, dtype), "there and back")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float16])
 def test_rounding_to_16_bits(implementation, dtype):
-    rng = np.random.default_rng(5)
-    # around every 16-bit value, the midpoints of neighbours and the floats beside them
+    # the midpoints of neighbouring 16-bit values and the floats beside them, and a sample
     values = reference.to_float32(np.arange(2**16, dtype=np.uint16).view(dtype))
-    with np.errstate(all="ignore"):
-        finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
-        middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
-    x = np.concatenate(
-        [
-            middle,
-            np.nextafter(middle, np.float32(np.inf)),
-            np.nextafter(middle, np.float32(-np.inf)),
-            sample()[rng.permutation(200_000)],
-        ]
-    )
-    x = x[: len(x) // 64 * 64]
-    output, state = identity_call(implementation, x, dtype, dtype)
+    finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
+    middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
+    ends = (np.float32(np.inf), np.float32(-np.inf))
+    x = np.concatenate([middle, *(np.nextafter(middle, end) for end in ends), sample()])
+    x = x[: len(x) // 64 * 64].reshape(-1, 64)
+    _, state = convolve(implementation, x, np.ones(64, np.float32), np.float32, dtype)
     compare.assert_same(state, nearest_even(x, dtype), "state")
-    compare.assert_same(output, nearest_even(x + np.float32(0), dtype), "output")
+    # an output of 16 bits has an input of 16 bits: 1, times a float32 weight
+    one = reference.from_float32(np.ones((1, x.size), np.float32), dtype)
+    output, _ = convolve(implementation, one, x.ravel(), dtype, dtype)
+    compare.assert_same(
+        output, nearest_even(reference.fma(x.reshape(1, -1), 1, 0), dtype), "output"
+    )
 
 
+@np.errstate(all="ignore")
 def nearest_even(x: np.ndarray, dtype) -> np.ndarray:
     """float32 to a 16-bit type, by search among its values."""
     patterns = np.arange(0x8000, dtype=np.uint16)
