@@ -24,7 +24,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import setuptools
 from setuptools.command.build import build
@@ -226,8 +226,10 @@ class Builder:
         self.headers = sorted(p for p in CSRC.iterdir() if p.suffix in (".h", ".cuh"))
 
     def call(self, command: list[str], what: str) -> None:
-        say(shlex.join(command))
-        if subprocess.run(command, cwd=ROOT).returncode:
+        to_pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, cwd=ROOT, text=True, errors="replace", **to_pipe)
+        say(f"{shlex.join(command)}\n{done.stdout}".rstrip())
+        if done.returncode:
             stop(f"{what} failed; the compiler's message is above.")
 
     def compile(self, source: Path, command: list[str]) -> str:
