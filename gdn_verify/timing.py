@@ -78,7 +78,7 @@ def time_graph(
 
 
 def time_wall(
-    call: Callable[[], None], *, min_seconds: float = 0.02, min_samples: int = 5
+    call: Callable[[], None], *, min_seconds: float = 0.02, min_samples: int = 3
 ) -> Timing:
     """Times `call`, which returns when it is done, at least `min_samples` times."""
     call()
