@@ -74,7 +74,7 @@ static const char *dtype_name(int32_t dtype) {
 
 /* ---- one tensor ------------------------------------------------------------------------------ */
 
-/* Writes "[3, 4, 1024]"; with `open`, a number below 0 is AT_LEAST of one. Four numbers always fit. */
+/* Writes "[3, 4, 1024]"; with `open`, a number below 0 is AT_LEAST of one. Four numbers fit. */
 static const char *format(char (*text)[128], const int64_t *number, int count, int open) {
   size_t used = 0;
   for (int k = 0; k < count; k++) {

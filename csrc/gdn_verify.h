@@ -62,7 +62,7 @@ typedef enum gdn_verify_dtype {
   GDN_VERIFY_FLOAT64 = 6
 } gdn_verify_dtype;
 
-/* A strided view. All zero (ndim 0) means that the argument is absent. */
+/* A strided view. No dimensions and no data mean that the argument is absent. */
 typedef struct gdn_verify_tensor {
   void *data;                          /* element 0; may be null where the tensor is empty */
   int64_t shape[GDN_VERIFY_MAX_DIMS];  /* elements */
@@ -110,9 +110,10 @@ typedef struct gdn_verify_params {
 
   int64_t qk_channels; /* channels that are L2-normalised, from channel 0 */
   int64_t head_dim;    /* channels of one L2 group; divides qk_channels */
-  double l2_eps;       /* rounded once to float32; not negative */
+  double l2_eps;       /* rounded once to float32; finite, not negative */
   int64_t pad_slot_id; /* a slot that is negative or equals this is padding */
-  int64_t max_num_tokens; /* with cu_seqlens: most rows of a sequence; < 0: what snapshots hold */
+  int64_t max_num_tokens; /* with cu_seqlens: most rows of a sequence; < 0: what snapshots hold;
+                             without: 0 or less */
   gdn_verify_activation activation;
   int32_t update_state; /* 0 leaves conv_state as it was */
 

@@ -6,8 +6,8 @@
  *
  * has a solution with every index inside its size and the bytes p, q inside an element. Each index
  * is a variable with bounds and a coefficient. Variables are brought to positive coefficients,
- * sorted, and joined where the values of the sum have no gaps, which loses no solution: what is left
- * of contiguous tensors is one variable. The rest is searched depth first from the largest
+ * sorted, and joined where the values of the sum have no gaps, which loses no solution: what is
+ * left of contiguous tensors is one variable. The rest is searched depth first from the largest
  * coefficient, where the reach of the smaller ones leaves few values to try.
  *
  * For a tensor and itself the variables are differences of two indices, and one must not be 0.
@@ -243,7 +243,7 @@ int gdn_verify_lists_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor
     return 0;
   const gdn_verify_byte_range range_a = gdn_verify_tensor_range(a);
   const gdn_verify_byte_range range_b = gdn_verify_tensor_range(b);
-  /* the ranges of a[i] and b[j] meet where their addresses differ by more than low, less than high */
+  /* the ranges of a[i] and b[j] meet where low < their addresses' difference < high */
   const int64_t low = (range_a.begin - address(a)) - (range_b.end - address(b));
   const int64_t high = (range_a.end - address(a)) - (range_b.begin - address(b));
   for (int64_t m = 0; m < count; m++) {

@@ -33,8 +33,8 @@ int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor);
 
 int gdn_verify_tensors_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor *b);
 
-/* Whether some a[i] overlaps some b[j], and the first such pair; for i < j only where a == b. All of
- * `a` have the shape, strides and dtype of a[0], all of `b` those of b[0]; `count` of each. */
+/* Whether some a[i] overlaps some b[j], and the first such pair; only i < j where a == b. There are
+ * `count` of each; all of `a` have the shape, strides and dtype of a[0], all of `b` of b[0]. */
 int gdn_verify_lists_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor *b, int64_t count,
                              int64_t *i, int64_t *j);
 
