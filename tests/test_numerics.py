@@ -119,7 +119,7 @@ def convolve(implementation: str, x: np.ndarray, weight: np.ndarray, output_dtyp
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float16])
 def test_every_16_bit_pattern_survives(implementation, dtype):
-    every = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, 64)
+    every = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, 64).copy()
     one = np.ones(64, np.float32)
     output, state = convolve(implementation, every, one, dtype, dtype)
     compare.assert_same(state, every, "state")
