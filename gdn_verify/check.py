@@ -19,7 +19,7 @@ import functools
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TextIO
 
@@ -160,24 +160,28 @@ def check_bytes(everything: Tensors, expected: Tensors, shape: Shape, c: int, k:
     return differences
 
 
-def time_both(shape: Shape, c: int, k: int, device: torch.device) -> tuple[float, float]:
-    """Median microseconds of a fused call and of the per-token path."""
+def time_both(shape: Shape, c: int, k: int, device: torch.device) -> dict[str, Any]:
+    """Median microseconds of the per-token path and of a fused call."""
     if device.type == "cpu":
         (tensors,) = make_tensors(shape, c, k, device)
-        return (
-            timing.time_wall(lambda: run_fused(tensors, shape)).median_us,
-            timing.time_wall(lambda: run_per_token(tensors, shape)).median_us,
+        per_token = timing.time_wall(lambda: run_per_token(tensors, shape))
+        fused = timing.time_wall(lambda: run_fused(tensors, shape))
+        cold = False
+    else:
+        # state read and written, input, output and windows
+        touched = c * shape.d_inner * (2 * 4 * shape.d_conv + k * (4 + 4 * shape.d_conv))
+        n_sets, cold = timing.cold_sets(touched, device, 2 * k * c)
+        sets = make_tensors(shape, c, k, device, n_sets)
+        per_token = timing.time_graph(
+            [functools.partial(run_per_token, each, shape) for each in sets], operations=2 * k * c
         )
-    touched = c * shape.d_inner * (2 * 4 * shape.d_conv + k * (4 + 4 * shape.d_conv))
-    sets = make_tensors(shape, c, k, device, timing.cold_sets(touched, device))
-
-    def calls(run: Callable[[Tensors, Shape], None]) -> list[Callable[[], None]]:
-        return [functools.partial(run, tensors, shape) for tensors in sets]
-
-    return (
-        timing.time_graph(calls(run_fused)).median_us,
-        timing.time_graph(calls(run_per_token), operations=2 * k * c).median_us,
-    )
+        fused = timing.time_graph([functools.partial(run_fused, each, shape) for each in sets])
+    return {
+        "per_token_us": per_token.median_us,
+        "fused_us": fused.median_us,
+        "ratio": per_token.median_us / fused.median_us,
+        "cold": cold,  # from memory, not from the L2
+    }
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -225,16 +229,13 @@ def check_device(
     expected = run_reference(everything.corner(n_seq, num_tokens), shape)
     for c, k in grid:
         differences = check_bytes(everything, expected, shape, c, k)
-        fused_us, per_token_us = time_both(shape, c, k, device)
         yield {
             "n_seq": c,
             "num_tokens": k,
             **{f"{part}_equal": differences[part] is None for part in PARTS},
             "differences": [text for text in differences.values() if text],
             "operations_replaced": 2 * k * c,
-            "per_token_us": per_token_us,
-            "fused_us": fused_us,
-            "ratio": per_token_us / fused_us,
+            **time_both(shape, c, k, device),
         }
 
 
@@ -306,6 +307,6 @@ def _run_device(
             check_real_input(device, dtype, "tiny" if quick else "full")
             for dtype in (torch.bfloat16, torch.float32)
         ]
-    table.show(model, shape, name, rows, real, out)
+    table.show(model, shape, name, device.type, rows, real, out)
     ok = all(not row["differences"] for row in rows) and all(r.get("ok", True) for r in real)
     return {"device": name, "rows": rows, "real_input": real, "ok": ok}

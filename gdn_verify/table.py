@@ -32,6 +32,7 @@ def show(
     model: str,
     shape: Shape,
     device: str,
+    kind: str,
     rows: list[dict[str, Any]],
     real: list[dict[str, Any]],
     out: TextIO,
@@ -51,9 +52,18 @@ def show(
             print(f"          {difference}", file=out)
     equal = sum(not row["differences"] for row in rows)
     print(f"\n{equal} of {len(rows)} equal in every byte of output, snapshots and state", file=out)
+    print(f"times: {_timed(kind, rows)}", file=out)
     for result in real:
         print(_real_input(result), file=out)
     out.flush()
+
+
+def _timed(kind: str, rows: list[dict[str, Any]]) -> str:
+    if kind == "cpu":
+        return "median of single calls by the clock"
+    cold = sum(row["cold"] for row in rows)
+    where = "memory" if cold == len(rows) else f"memory in {cold} rows, from the L2 in the others"
+    return f"median over replays of a CUDA graph, both paths; the data come from {where}"
 
 
 def _row(row: dict[str, Any]) -> str:

@@ -23,6 +23,8 @@ import torch
 COLD_FACTOR = 2
 # A graph has at least this many operations, so that its launch does not count.
 MIN_OPERATIONS = 48
+# And not many more than this, which take a second to capture. Only toy layers need more to be cold.
+MAX_OPERATIONS = 1 << 14
 
 
 class Timing(NamedTuple):
@@ -34,10 +36,15 @@ class Timing(NamedTuple):
     samples: int
 
 
-def cold_sets(bytes_per_set: int, device: torch.device) -> int:
-    """Buffer sets of `bytes_per_set` (what one call touches) that no L2 of `device` can hold."""
+def cold_sets(bytes_per_set: int, device: torch.device, operations: int = 1) -> tuple[int, bool]:
+    """How many buffer sets to rotate over, and whether that is more than the L2 can hold.
+
+    A call touches `bytes_per_set` bytes and takes up to `operations` operations.
+    """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-COLD_FACTOR * l2_bytes // max(1, bytes_per_set)))
+    cold = max(2, -(-COLD_FACTOR * l2_bytes // max(1, bytes_per_set)))
+    most = max(2, MAX_OPERATIONS // operations)
+    return min(cold, most), cold <= most
 
 
 def time_graph(
