@@ -14,12 +14,12 @@
 
 #include "../../csrc/gdn_verify.h"
 
-#define CHECK(condition)                                                                           \
-  do {                                                                                             \
-    if (!(condition)) {                                                                            \
-      fprintf(stderr, "%s:%d: call %d: not %s\n", __FILE__, __LINE__, g_call, #condition);         \
-      exit(1);                                                                                     \
-    }                                                                                              \
+#define CHECK(condition)                                                                   \
+  do {                                                                                     \
+    if (!(condition)) {                                                                    \
+      fprintf(stderr, "%s:%d: call %d: not %s\n", __FILE__, __LINE__, g_call, #condition); \
+      exit(1);                                                                             \
+    }                                                                                      \
   } while (0)
 
 static int g_call; /* for messages */
@@ -59,7 +59,8 @@ static void fill(source *random, gdn_verify_tensor *t) { /* finite values around
     } else if (t->dtype == GDN_VERIFY_BFLOAT16) {
       ((uint16_t *)t->data)[i] = (uint16_t)(bits >> 16);
     } else if (t->dtype == GDN_VERIFY_FLOAT16) {
-      ((uint16_t *)t->data)[i] = (uint16_t)(0x2C00 + draw(random, 0x1400) + 0x8000 * draw(random, 2));
+      ((uint16_t *)t->data)[i] =
+          (uint16_t)(0x2C00 + draw(random, 0x1400) + 0x8000 * draw(random, 2));
     }
   }
 }
@@ -155,8 +156,7 @@ static void draw_snapshots(source *random, gdn_verify_params *p, int64_t n_seq, 
     p->conv_state_inter =
         drawn(random, dtype, 3, n_rows, state_len - 1 + tokens + extra, d_inner, 0, 0);
   } else {
-    p->conv_state_inter =
-        drawn(random, dtype, 4, n_rows, tokens + extra, d_inner, state_len, 0);
+    p->conv_state_inter = drawn(random, dtype, 4, n_rows, tokens + extra, d_inner, state_len, 0);
     if (draw(random, 2)) make_token_major(&p->conv_state_inter);
   }
   if (draw(random, 2)) {
@@ -229,10 +229,17 @@ static gdn_verify_params draw_call(source *random) {
 }
 
 static void release(gdn_verify_params *p) {
-  gdn_verify_tensor *all[] = {&p->conv_state,          &p->new_input,        &p->weight,
-                              &p->output,              &p->conv_state_inter, &p->bias,
-                              &p->conv_state_indices,  &p->inter_indices,    &p->cu_seqlens,
-                              &p->num_accepted_tokens, &p->parent_index};
+  gdn_verify_tensor *all[] = {&p->conv_state,
+                              &p->new_input,
+                              &p->weight,
+                              &p->output,
+                              &p->conv_state_inter,
+                              &p->bias,
+                              &p->conv_state_indices,
+                              &p->inter_indices,
+                              &p->cu_seqlens,
+                              &p->num_accepted_tokens,
+                              &p->parent_index};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i) free(all[i]->data);
 }
 
@@ -297,7 +304,13 @@ static void check_call(source *random) {
 /* ---- commit, and calls that must fail -------------------------------------------------------- */
 
 static void check_commit(source *random) {
-  enum { LAYERS = 3, N = 4, K = 5, D = 37, S = 4 };
+  enum {
+    LAYERS = 3,
+    N = 4,
+    K = 5,
+    D = 37,
+    S = 4
+  };
   for (int history = 0; history < 2; ++history) {
     gdn_verify_tensor states[LAYERS], snapshots[LAYERS], before[LAYERS];
     gdn_verify_commit_params p;
