@@ -72,20 +72,22 @@ Device device_of(const Tensor &tensor) {
 }
 
 int32_t dtype_of(const Tensor &tensor) {
-  static const int32_t float32 = aoti_torch_dtype_float32();
-  static const int32_t bfloat16 = aoti_torch_dtype_bfloat16();
-  static const int32_t float16 = aoti_torch_dtype_float16();
-  static const int32_t int32 = aoti_torch_dtype_int32();
+  struct Pair {
+    int32_t torch, ours;
+  };
+  static const Pair pairs[] = {
+      {aoti_torch_dtype_float32(), GDN_VERIFY_FLOAT32},
+      {aoti_torch_dtype_bfloat16(), GDN_VERIFY_BFLOAT16},
+      {aoti_torch_dtype_int32(), GDN_VERIFY_INT32},
+      {aoti_torch_dtype_float16(), GDN_VERIFY_FLOAT16},
+      {aoti_torch_dtype_int64(), GDN_VERIFY_INT64},
+      {aoti_torch_dtype_float64(), GDN_VERIFY_FLOAT64},
+  };
   int32_t dtype = 0;
   must(aoti_torch_get_dtype(tensor.get(), &dtype), "a tensor's dtype");
-  if (dtype == float32)
-    return GDN_VERIFY_FLOAT32;
-  if (dtype == bfloat16)
-    return GDN_VERIFY_BFLOAT16;
-  if (dtype == float16)
-    return GDN_VERIFY_FLOAT16;
-  if (dtype == int32)
-    return GDN_VERIFY_INT32;
+  for (const Pair &pair : pairs)
+    if (dtype == pair.torch)
+      return pair.ours;
   return GDN_VERIFY_OTHER;
 }
 

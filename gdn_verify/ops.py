@@ -7,6 +7,7 @@ stand in csrc/torch_ops.cpp. `verify_conv` allocates what it is not given.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ def _register_fake(name: str, first: str) -> None:
     names = [argument.name for argument in getattr(torch.ops.gdn, name).default._schema.arguments]
 
     def fake(*args: Any, **options: Any) -> None:
+        _lower_storage_offset()
         arguments = dict(zip(names, args, strict=False), **options)
         device = arguments[first].device
         for argument, value in arguments.items():
@@ -47,6 +49,27 @@ def _register_fake(name: str, first: str) -> None:
                     )
 
     torch.library.register_fake(f"gdn::{name}", fake)
+
+
+def _lower_storage_offset() -> None:
+    """Gives Inductor the lowering of aten.sym_storage_offset that it lacks (up to torch 2.13 here).
+
+    A compiled graph hands a view that an operator writes to as `as_strided(base, size, stride,
+    sym_storage_offset(view))`. Inductor runs what it cannot lower on a stand-in of the view, whose
+    offset is 0: under dynamic shapes any operator would silently write at the start of the base.
+    Called by the fakes, which Inductor runs before it lowers, so that nobody imports it in vain.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    offset = torch.ops.aten.sym_storage_offset
+    if lowering is None or offset.default in lowering.lowerings:
+        return
+    from torch._inductor.virtualized import V
+
+    def lower(view: Any) -> Any:
+        value = V.graph.current_node.meta["val"]
+        return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+    lowering.register_lowering(offset)(lower)
 
 
 _register_fake("verify_fused_conv_kn_batched", "new_input")
