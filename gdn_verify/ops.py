@@ -116,6 +116,22 @@ def _allocate_snapshots(
     return conv_state.new_empty((n_seq, state_len - 1 + num_tokens, d_inner))
 
 
+_DEFAULTS = {
+    "bias": None,
+    "activation": "silu",
+    "conv_state_indices": None,
+    "pad_slot_id": -1,
+    "inter_indices": None,
+    "num_accepted_tokens": None,
+    "cu_seqlens": None,
+    "max_num_tokens": None,
+    "parent_index": None,
+    "update_state": True,
+    "config": -1,
+    "pdl": False,
+}
+
+
 def verify_conv(
     conv_state: Tensor | None,
     new_input: Tensor,
@@ -183,6 +199,20 @@ def verify_conv(
         )
     if output is None:
         output = torch.empty_like(new_input, memory_format=torch.contiguous_format)
+    options = {
+        "bias": bias,
+        "activation": activation,
+        "conv_state_indices": conv_state_indices,
+        "pad_slot_id": pad_slot_id,
+        "inter_indices": inter_indices,
+        "num_accepted_tokens": num_accepted_tokens,
+        "cu_seqlens": cu_seqlens,
+        "max_num_tokens": max_num_tokens,
+        "parent_index": parent_index,
+        "update_state": update_state,
+        "config": config,
+        "pdl": pdl,
+    }
     torch.ops.gdn.verify_fused_conv_kn_batched(
         conv_state,
         new_input,
@@ -192,18 +222,8 @@ def verify_conv(
         qk_channels,
         head_dim,
         l2_eps,
-        bias=bias,
-        activation=activation,
-        conv_state_indices=conv_state_indices,
-        pad_slot_id=pad_slot_id,
-        inter_indices=inter_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        cu_seqlens=cu_seqlens,
-        max_num_tokens=max_num_tokens,
-        parent_index=parent_index,
-        update_state=update_state,
-        config=config,
-        pdl=pdl,
+        # torch takes half a microsecond to match an argument passed by name, default or not
+        **{name: x for name, x in options.items() if x is not _DEFAULTS[name]},
     )
     return output, conv_state_inter
 
