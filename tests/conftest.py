@@ -6,9 +6,12 @@ CUDA; with the argument `built` on all of these but the reference.
 """
 
 import importlib.util
+from collections.abc import Iterator
 
 import cases
 import pytest
+
+from gdn_verify import _core
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +34,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow or -m slow"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=_core.cpu_levels())
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test at every SIMD level that this machine has."""
+    before = _core.cpu_level()
+    _core.set_cpu_level(request.param)
+    yield request.param
+    _core.set_cpu_level(before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -82,6 +82,18 @@ def test_other_heads(built, shape):
         check(built, shape, n_seq, num_tokens)
 
 
+@pytest.mark.parametrize("num_tokens", [31, 64, 130, 1000])
+@pytest.mark.parametrize("snapshots", ["windows", "history"])
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_many_tokens(built, num_tokens, snapshots, head_dim):
+    case = cases.make_case(
+        2, num_tokens, 3 * head_dim, 2 * head_dim, head_dim=head_dim, snapshots=snapshots
+    )
+    fused = cases.run(built, case)
+    compare.assert_same_case(fused, cases.run("reference", case), built)
+    compare.assert_same_case(fused, cases.per_token(built, case), built)
+
+
 @pytest.mark.parametrize("d_conv", range(2, 9))
 @pytest.mark.parametrize("state_dtype", cases.DTYPES)
 def test_other_widths(built, d_conv, state_dtype):

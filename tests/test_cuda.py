@@ -8,13 +8,12 @@ import compare
 import numpy as np
 import pytest
 from test_bit_identity import MAX_SEQ, MAX_TOKENS, largest, part
-from test_options import wrong_index_cases
+from test_options import SHIPPED_PAIRS, wrong_index_cases
 
 from gdn_verify import _core
 
 pytestmark = pytest.mark.gpu
 
-SHIPPED_PAIRS = cases.covering_array(cases.SHIPPED_FACTORS, cases.legal)
 CONFIGS = range(-1, _core.build_info()["num_configs"])
 
 

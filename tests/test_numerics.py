@@ -15,15 +15,6 @@ CHUNK = 1 << 22
 WORST_EXP_ULPS = 0.8914
 
 
-@pytest.fixture(params=_core.cpu_levels())
-def cpu_level(request):
-    """Runs a test at every SIMD level that this machine has."""
-    before = _core.cpu_level()
-    _core.set_cpu_level(request.param)
-    yield request.param
-    _core.set_cpu_level(before)
-
-
 def sample(n_per_exponent: int = 400) -> np.ndarray:
     """float32 of every sign and exponent: the ends, and random ones between."""
     rng = np.random.default_rng(0)

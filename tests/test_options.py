@@ -10,6 +10,7 @@ import pytest
 from gdn_verify import reference
 
 PAIRS = cases.covering_array(cases.FACTORS, cases.legal)
+SHIPPED_PAIRS = cases.covering_array(cases.SHIPPED_FACTORS, cases.legal)
 BATCHED = "verify_fused_conv_kn_batched"
 SMALL = {"head_dim": 32, "input_layout": "rows"}
 
@@ -33,6 +34,21 @@ def test_every_pair_of_options(built, index):
     for num_tokens in (3, 1 + index % 17):
         case = cases.make_case(5, num_tokens, seed=index, **PAIRS[index])
         check_against_reference(built, case)
+
+
+@pytest.mark.parametrize("index", range(len(SHIPPED_PAIRS)))
+def test_every_pair_of_options_of_shipped_layers(built, index):
+    for num_tokens in (4, 1 + index % 17):
+        case = cases.make_case(3, num_tokens, 512, seed=index, **SHIPPED_PAIRS[index])
+        check_against_reference(built, case)
+
+
+def test_every_simd_level(cpu_level):
+    for index, chosen in enumerate(PAIRS):
+        check_against_reference("core", cases.make_case(5, 1 + index % 17, seed=index, **chosen))
+    for index, chosen in enumerate(SHIPPED_PAIRS):
+        case = cases.make_case(3, 1 + index % 17, 512, seed=index, **chosen)
+        check_against_reference("core", case)
 
 
 def test_pairs_are_all_there():
