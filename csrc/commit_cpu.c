@@ -29,8 +29,8 @@ GDN_VERIFY_INLINE void copy_elements(const gdn_verify_copy *c, void *restrict to
   } else {
     for (int64_t i = 0; i < c->rows; ++i)
       for (int64_t j = 0; j < c->columns; ++j)
-        copy_one(to, i * c->to_row + j * c->to_column, from,
-                 i * c->from_row + j * c->from_column, half);
+        copy_one(to, i * c->to_row + j * c->to_column, from, i * c->from_row + j * c->from_column,
+                 half);
   }
 }
 

@@ -17,8 +17,8 @@
 typedef enum gdn_verify_norm {
   GDN_VERIFY_NORM_NONE = 0,
   GDN_VERIFY_NORM_HEADS = 1, /* the unit is whole heads */
-  GDN_VERIFY_NORM_SUM = 2,   /* a chunk of a head: adds its squares to totals, writes nothing else */
-  GDN_VERIFY_NORM_SCALE = 3  /* a chunk of a head: scales by totals */
+  GDN_VERIFY_NORM_SUM = 2,  /* a chunk of a head: adds its squares to totals, writes nothing else */
+  GDN_VERIFY_NORM_SCALE = 3 /* a chunk of a head: scales by totals */
 } gdn_verify_norm;
 
 /* Channels channel .. channel + count - 1 of one sequence, all of its tokens. */
@@ -28,6 +28,7 @@ typedef struct gdn_verify_unit {
   gdn_verify_norm norm;
   float *totals; /* sum of squares of token t at totals[t * totals_stride] */
   int64_t totals_stride;
+  int stream; /* snapshots are written past the caches */
 } gdn_verify_unit;
 
 typedef struct gdn_verify_cpu_kernels {

@@ -15,6 +15,9 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__FAST_MATH__)
 #error "gdn-verify needs IEEE arithmetic: build without -ffast-math"
@@ -59,8 +62,8 @@ static void bind_rows(work *w, int32_t d_conv, int half) {
 
 /* ---- pieces that every level inlines --------------------------------------------------------- */
 
-/* Where an argument is called `half`, or `taps` or `columns` below, it is a constant after inlining.
- * No sum of floats here or in cpu_kernel.h may be reordered or fused. */
+/* Where an argument is called `half`, `silu`, `taps` or `columns` below, it is a constant after
+ * inlining where it matters. No sum of floats here or in cpu_kernel.h may be reordered or fused. */
 
 GDN_VERIFY_INLINE void *element(const void *base, int64_t index, int32_t dtype) {
   return (char *)(uintptr_t)base + index * (dtype == GDN_VERIFY_FLOAT32 ? 4 : 2);
@@ -81,6 +84,18 @@ GDN_VERIFY_INLINE void copy_strided(void *restrict to, int64_t to_stride, const 
     for (int64_t c = 0; c < n; ++c) copy_element(to, c * to_stride, from, c * from_stride, half);
 }
 
+/* A chunk of the next row starts in a page that no hardware prefetcher follows into. */
+GDN_VERIFY_INLINE void prefetch(const void *from, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
+}
+
+/* Orders the stores of stream_copy before what other threads are told. */
+GDN_VERIFY_INLINE void stream_fence(void) {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 /* to[c * columns + j] = rows[j][c] */
 GDN_VERIFY_INLINE void scatter_columns(void *restrict to, const void *const *rows, int columns,
                                        int64_t n, int half) {
@@ -94,83 +109,107 @@ GDN_VERIFY_INLINE void scatter_columns(void *restrict to, const void *const *row
 
 GDN_VERIFY_INLINE void scatter_packed(void *to, const void *const *rows, int32_t columns, int64_t n,
                                       int half) {
-  switch (columns) {
-    case 1: scatter_columns(to, rows, 1, n, half); break;
-    case 2: scatter_columns(to, rows, 2, n, half); break;
-    case 3: scatter_columns(to, rows, 3, n, half); break;
-    case 4: scatter_columns(to, rows, 4, n, half); break;
-    default: scatter_columns(to, rows, columns, n, half); break;
-  }
+  if (columns == 4)
+    scatter_columns(to, rows, 4, n, half);
+  else if (columns == 3)
+    scatter_columns(to, rows, 3, n, half);
+  else if (columns == 2)
+    scatter_columns(to, rows, 2, n, half);
+  else
+    scatter_columns(to, rows, columns, n, half);
 }
 
 /* rows[j][c] = from[c * columns + j] */
 GDN_VERIFY_INLINE void gather_columns(void *const *rows, const void *restrict from, int columns,
                                       int64_t n, int half) {
-  for (int j = 0; j < columns; ++j)
-    for (int64_t c = 0; c < n; ++c) copy_element(rows[j], c, from, c * columns + j, half);
+  void *r[GDN_VERIFY_MAX_D_CONV];
+  for (int j = 0; j < columns; ++j) r[j] = rows[j];
+#pragma GCC ivdep
+  for (int64_t c = 0; c < n; ++c) {
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j) copy_element(r[j], c, from, c * columns + j, half);
+  }
 }
 
 GDN_VERIFY_INLINE void gather_packed(void *const *rows, const void *from, int32_t columns,
                                      int64_t n, int half) {
-  switch (columns) {
-    case 1: gather_columns(rows, from, 1, n, half); break;
-    case 2: gather_columns(rows, from, 2, n, half); break;
-    case 3: gather_columns(rows, from, 3, n, half); break;
-    case 4: gather_columns(rows, from, 4, n, half); break;
-    default: gather_columns(rows, from, columns, n, half); break;
-  }
+  if (columns == 4)
+    gather_columns(rows, from, 4, n, half);
+  else if (columns == 3)
+    gather_columns(rows, from, 3, n, half);
+  else if (columns == 2)
+    gather_columns(rows, from, 2, n, half);
+  else
+    gather_columns(rows, from, columns, n, half);
 }
 
-/* y[c] = bias, then + window[k] * weight[k] for k = 0 .. taps-1 */
-GDN_VERIFY_INLINE void convolve_taps(const work *w, int taps, int64_t n, float *restrict y) {
+/* y[c] = bias, then + window[k] * weight[k] for k = 0 .. taps-1, then the activation */
+GDN_VERIFY_INLINE void convolve_taps(const work *w, int taps, int silu, int64_t n,
+                                     float *restrict y) {
   const float *x[GDN_VERIFY_MAX_D_CONV];
   for (int k = 0; k < GDN_VERIFY_MAX_D_CONV; ++k) x[k] = k < taps ? w->ring[k].value : NULL;
   for (int64_t c = 0; c < n; ++c) {
     float acc = w->bias[c];
 #pragma GCC unroll 8
     for (int k = 0; k < taps; ++k) acc = acc + x[k][c] * w->weight[k][c];
-    y[c] = acc;
+    y[c] = silu ? gdn_verify_silu(acc) : acc;
   }
 }
 
-/* Squares of 32 numbers, as a halving tree: i with i + 16, + 8, + 4, + 2, + 1. */
-GDN_VERIFY_INLINE float group_squares(const float *y) {
-  float s[GDN_VERIFY_GROUP / 2];
-  for (int i = 0; i < 16; ++i) s[i] = y[i] * y[i] + y[i + 16] * y[i + 16];
-  for (int i = 0; i < 8; ++i) s[i] = s[i] + s[i + 8];
-  for (int i = 0; i < 4; ++i) s[i] = s[i] + s[i + 4];
-  for (int i = 0; i < 2; ++i) s[i] = s[i] + s[i + 2];
-  return s[0] + s[1];
+GDN_VERIFY_INLINE void convolve_width(const work *w, int taps, int silu, int64_t n, float *y) {
+  if (silu)
+    convolve_taps(w, taps, 1, n, y);
+  else
+    convolve_taps(w, taps, 0, n, y);
+}
+
+/* Squares of 32 numbers, as a halving tree: i with i + 16, + 8, + 4, + 2, + 1; here of some groups
+ * side by side, so that the last steps fill a vector. */
+#define SQUARES_GROUPS 4
+#define SQUARES_BATCH (SQUARES_GROUPS * GDN_VERIFY_GROUP)
+
+GDN_VERIFY_INLINE void square_groups(const float *y, float *sums) {
+  float four[SQUARES_GROUPS][4];
+  for (int g = 0; g < SQUARES_GROUPS; ++g, y += GDN_VERIFY_GROUP) {
+    float s[GDN_VERIFY_GROUP / 2];
+    for (int i = 0; i < 16; ++i) s[i] = y[i] * y[i] + y[i + 16] * y[i + 16];
+    for (int i = 0; i < 8; ++i) s[i] = s[i] + s[i + 8];
+    for (int i = 0; i < 4; ++i) four[g][i] = s[i] + s[i + 4];
+  }
+  for (int g = 0; g < SQUARES_GROUPS; ++g)
+    sums[g] = (four[g][0] + four[g][2]) + (four[g][1] + four[g][3]);
 }
 
 /* ---- the levels ------------------------------------------------------------------------------ */
 
-#define LEVEL_KERNELS(suffix)                                                                \
-  {                                                                                          \
-#suffix, run_unit_##suffix, exp_array_##suffix, silu_array_##suffix,                     \
-        sum_squares_array_##suffix                                                           \
-  }
-
-#define LEVEL_TARGET
+#define LEVEL_FUNCTION static
 #define LEVEL_NAME(name) name##_baseline
+#if defined(__x86_64__)
+#define LEVEL_STREAM 16
+#define LEVEL_STREAM_STORE(to, from) \
+  _mm_stream_si128((__m128i *)(to), _mm_loadu_si128((const __m128i *)(from)))
+#else
+#define LEVEL_STREAM 0
+#endif
 #include "cpu_kernel.h"
-#undef LEVEL_TARGET
-#undef LEVEL_NAME
 
 #if defined(__x86_64__)
-#define LEVEL_TARGET __attribute__((target("avx2,fma,f16c")))
+#define LEVEL_FUNCTION static __attribute__((target("avx2,fma")))
 #define LEVEL_NAME(name) name##_avx2
+#define LEVEL_STREAM 32
+#define LEVEL_STREAM_STORE(to, from) \
+  _mm256_stream_si256((__m256i *)(to), _mm256_loadu_si256((const __m256i *)(from)))
 #include "cpu_kernel.h"
-#undef LEVEL_TARGET
-#undef LEVEL_NAME
 
-#define LEVEL_TARGET \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,prefer-vector-width=512")))
+#define LEVEL_FUNCTION static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define LEVEL_NAME(name) name##_avx512
+#define LEVEL_STREAM 64
+#define LEVEL_STREAM_STORE(to, from) _mm512_stream_si512((__m512i *)(to), _mm512_loadu_si512(from))
 #include "cpu_kernel.h"
-#undef LEVEL_TARGET
-#undef LEVEL_NAME
 #endif
+
+#define LEVEL_KERNELS(suffix) \
+  {#suffix, run_unit_##suffix, exp_array_##suffix, silu_array_##suffix, sum_squares_array_##suffix}
 
 /* Lowest first. */
 static const gdn_verify_cpu_kernels levels[] = {
@@ -186,8 +225,7 @@ static const gdn_verify_cpu_kernels levels[] = {
 static int level_runs_here(int level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                   __builtin_cpu_supports("f16c");
+  const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (level == 1) return avx2;
   if (level == 2)
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

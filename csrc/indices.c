@@ -68,8 +68,8 @@ gdn_verify_status gdn_verify_check_indices(const gdn_verify_problem *p, gdn_veri
   claims slots, rows;
   const int no_slots = init_claims(&slots, p->slot_index ? p->n_seq : 0, p->n_slots);
   const int no_rows = init_claims(&rows, p->row_index ? p->n_seq : 0, p->n_rows);
-  const gdn_verify_status status = no_slots || no_rows ? out_of_memory(err, p->n_seq)
-                                                       : check_sequences(p, &slots, &rows, err);
+  const gdn_verify_status status =
+      no_slots || no_rows ? out_of_memory(err, p->n_seq) : check_sequences(p, &slots, &rows, err);
   free(slots.bits);
   free(rows.bits);
   return status;

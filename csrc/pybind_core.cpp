@@ -24,7 +24,10 @@ namespace {
 using Array = std::optional<py::array>;
 using Float32 = py::array_t<float>;
 
-enum Access { READ, WRITE };
+enum Access {
+  READ,
+  WRITE
+};
 
 gdn_verify_dtype dtype_of(const py::dtype &dtype) {
   if (dtype.byteorder() == '>') return GDN_VERIFY_OTHER;
@@ -48,7 +51,7 @@ gdn_verify_tensor tensor_of(const Array &array, const std::string &name, Access 
   t.data = const_cast<void *>(array->data());
   t.ndim = static_cast<int32_t>(array->ndim());
   t.dtype = dtype_of(array->dtype());
-  if (t.dtype == GDN_VERIFY_OTHER) return t; // refused by its dtype
+  if (t.dtype == GDN_VERIFY_OTHER) return t;  // refused by its dtype
   if (reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(size) != 0)
     throw py::value_error(name + " is not aligned to its item size of " + std::to_string(size) +
                           " bytes");
@@ -78,10 +81,10 @@ gdn_verify_activation activation_of(const std::string &name) {
 }
 
 // What all three operators have.
-gdn_verify_params make_params(gdn_verify_op op, const Array &conv_state,
-                              const py::array &new_input, const py::array &weight,
-                              const py::array &output, int64_t qk_channels, int64_t head_dim,
-                              double l2_eps, const Array &bias, const std::string &activation) {
+gdn_verify_params make_params(gdn_verify_op op, const Array &conv_state, const py::array &new_input,
+                              const py::array &weight, const py::array &output, int64_t qk_channels,
+                              int64_t head_dim, double l2_eps, const Array &bias,
+                              const std::string &activation) {
   gdn_verify_params params{};
   params.op = op;
   params.conv_state = tensor_of(conv_state, "conv_state", WRITE);
@@ -110,14 +113,15 @@ void run(const gdn_verify_params &params) {
   raise_unless_ok(status, err);
 }
 
-void verify_fused_conv_kn_batched(
-    const Array &conv_state, const py::array &new_input, const py::array &weight,
-    const py::array &output, const Array &conv_state_inter, int64_t qk_channels, int64_t head_dim,
-    double l2_eps, const Array &bias, const std::string &activation,
-    const Array &conv_state_indices, int64_t pad_slot_id, const Array &inter_indices,
-    const Array &num_accepted_tokens, const Array &cu_seqlens,
-    std::optional<int64_t> max_num_tokens, const Array &parent_index, bool update_state,
-    int64_t config, bool pdl) {
+void verify_fused_conv_kn_batched(const Array &conv_state, const py::array &new_input,
+                                  const py::array &weight, const py::array &output,
+                                  const Array &conv_state_inter, int64_t qk_channels,
+                                  int64_t head_dim, double l2_eps, const Array &bias,
+                                  const std::string &activation, const Array &conv_state_indices,
+                                  int64_t pad_slot_id, const Array &inter_indices,
+                                  const Array &num_accepted_tokens, const Array &cu_seqlens,
+                                  std::optional<int64_t> max_num_tokens, const Array &parent_index,
+                                  bool update_state, int64_t config, bool pdl) {
   gdn_verify_params params = make_params(GDN_VERIFY_OP_BATCHED, conv_state, new_input, weight,
                                          output, qk_channels, head_dim, l2_eps, bias, activation);
   params.conv_state_inter = tensor_of(conv_state_inter, "conv_state_inter", WRITE);
@@ -176,11 +180,9 @@ void commit_conv_state(const std::vector<py::array> &conv_states,
                           std::to_string(conv_states.size()) + " of conv_states");
   std::vector<gdn_verify_tensor> states, sources;
   for (const py::array &state : conv_states)
-    states.push_back(
-        tensor_of(state, "conv_states[" + std::to_string(states.size()) + "]", WRITE));
+    states.push_back(tensor_of(state, "conv_states[" + std::to_string(states.size()) + "]", WRITE));
   for (const py::array &source : snapshots)
-    sources.push_back(
-        tensor_of(source, "snapshots[" + std::to_string(sources.size()) + "]", READ));
+    sources.push_back(tensor_of(source, "snapshots[" + std::to_string(sources.size()) + "]", READ));
   gdn_verify_commit_params params{};
   params.conv_states = states.data();
   params.snapshots = sources.data();
@@ -205,7 +207,8 @@ void require_float32(const py::array &x) {
     throw py::value_error("x must be a C-contiguous float32 array");
 }
 
-template <void (*function)(const float *, float *, int64_t)> Float32 map_array(const py::array &x) {
+template <void (*function)(const float *, float *, int64_t)>
+Float32 map_array(const py::array &x) {
   require_float32(x);
   Float32 out(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
   const float *from = static_cast<const float *>(x.data());
@@ -251,7 +254,7 @@ py::dict build_info() {
   return info;
 }
 
-} // namespace
+}  // namespace
 
 PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.doc() = "The C core of gdn-verify on NumPy arrays (bfloat16 as uint16); runs on the CPU.";

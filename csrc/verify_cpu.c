@@ -19,6 +19,9 @@
 
 /* Bytes of input, output and snapshots that are worth a thread. */
 #define GDN_VERIFY_THREAD_BYTES 262144
+/* Bytes of snapshots beyond which they are written past the caches: nothing reads them before the
+ * next verify, and they would drive out what is read. */
+#define GDN_VERIFY_STREAM_BYTES 8388608
 
 typedef struct gdn_verify_plan {
   const gdn_verify_problem *p;
@@ -28,7 +31,8 @@ typedef struct gdn_verify_plan {
   int64_t chunks_per_head; /* 1 where it is not */
   int64_t qk_units;        /* the first units of a sequence, of its q and k heads */
   int64_t units;           /* of a sequence */
-  float *totals;           /* [rows of all sequences, heads]; null where no head is cut */
+  int stream;
+  float *totals; /* [rows of all sequences, heads]; null where no head is cut */
 } gdn_verify_plan;
 
 static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -36,6 +40,12 @@ static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t dtype_size(int32_t dtype) { return dtype == GDN_VERIFY_FLOAT32 ? 4 : 2; }
+
+/* Of a channel and token. */
+static int64_t snapshot_bytes(const gdn_verify_problem *p) {
+  if (p->snapshot_kind == GDN_VERIFY_NO_SNAPSHOTS) return 0;
+  return dtype_size(p->state_dtype) * (p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 1);
+}
 
 /* ---- units ----------------------------------------------------------------------------------- */
 
@@ -48,6 +58,8 @@ static void make_plan(const gdn_verify_problem *p, gdn_verify_plan *plan) {
   plan->qk_units = plan->heads_per_unit ? divide_up(plan->heads, plan->heads_per_unit)
                                         : plan->heads * plan->chunks_per_head;
   plan->units = plan->qk_units + divide_up(p->d_inner - p->qk_channels, GDN_VERIFY_CHUNK);
+  plan->stream =
+      snapshot_bytes(p) * p->num_tokens * p->d_inner >= GDN_VERIFY_STREAM_BYTES / p->n_seq;
   plan->totals = NULL;
 }
 
@@ -66,6 +78,7 @@ static gdn_verify_unit chunk_of_head(const gdn_verify_plan *plan, int64_t seq, i
   unit.norm = norm;
   unit.totals = plan->totals + first_row(p, seq) * plan->heads + head;
   unit.totals_stride = plan->heads;
+  unit.stream = plan->stream;
   return unit;
 }
 
@@ -77,6 +90,7 @@ static gdn_verify_unit unit_at(const gdn_verify_plan *plan, int64_t seq, int64_t
   gdn_verify_unit unit;
   unit.totals = NULL;
   unit.totals_stride = 0;
+  unit.stream = plan->stream;
   if (index < plan->qk_units) {
     const int64_t channels = plan->heads_per_unit * p->head_dim;
     unit.channel = index * channels;
@@ -146,11 +160,9 @@ static void sum_heads(void *context, int64_t begin, int64_t end) {
 /* Bytes that a channel of one sequence moves, about. */
 static int64_t bytes_per_channel(const gdn_verify_problem *p) {
   const int64_t state = dtype_size(p->state_dtype);
-  int64_t token = dtype_size(p->input_dtype) + dtype_size(p->output_dtype);
-  if (p->snapshot_kind == GDN_VERIFY_WINDOWS) token += p->state_len * state;
-  if (p->snapshot_kind == GDN_VERIFY_HISTORY) token += state;
-  return p->num_tokens * token + 2 * p->state_len * state +
-         p->d_conv * dtype_size(p->weight_dtype);
+  const int64_t token =
+      dtype_size(p->input_dtype) + dtype_size(p->output_dtype) + snapshot_bytes(p);
+  return p->num_tokens * token + 2 * p->state_len * state + p->d_conv * dtype_size(p->weight_dtype);
 }
 
 gdn_verify_status gdn_verify_conv_cpu(const gdn_verify_params *params, gdn_verify_error *err) {
