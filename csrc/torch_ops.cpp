@@ -32,14 +32,11 @@ namespace {
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-[[noreturn]] void fail(const std::string &sentence) {
-  throw std::runtime_error(sentence);
-}
+[[noreturn]] void fail(const std::string &sentence) { throw std::runtime_error(sentence); }
 
 /* For calls that fail only if torch itself is broken. */
 void must(AOTITorchError status, const char *what) {
-  if (status != AOTI_TORCH_SUCCESS)
-    fail(std::string("torch could not tell ") + what);
+  if (status != AOTI_TORCH_SUCCESS) fail(std::string("torch could not tell ") + what);
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
@@ -48,16 +45,11 @@ struct Device {
   int32_t type = 0;
   int32_t index = -1; /* -1 on the CPU */
 
-  bool operator==(const Device &other) const {
-    return type == other.type && index == other.index;
-  }
-  bool is_cuda() const {
-    return type == aoti_torch_device_type_cuda();
-  }
+  bool operator==(const Device &other) const { return type == other.type && index == other.index; }
+  bool is_cuda() const { return type == aoti_torch_device_type_cuda(); }
 
   std::string name() const {
-    if (type == aoti_torch_device_type_cpu())
-      return "cpu";
+    if (type == aoti_torch_device_type_cpu()) return "cpu";
     const std::string number = std::to_string(index);
     return is_cuda() ? "cuda:" + number : "another kind of device (index " + number + ")";
   }
@@ -66,8 +58,7 @@ struct Device {
 Device device_of(const Tensor &tensor) {
   Device device;
   must(aoti_torch_get_device_type(tensor.get(), &device.type), "a tensor's device");
-  if (device.type != aoti_torch_device_type_cpu())
-    device.index = tensor.get_device_index();
+  if (device.type != aoti_torch_device_type_cpu()) device.index = tensor.get_device_index();
   return device;
 }
 
@@ -86,8 +77,7 @@ int32_t dtype_of(const Tensor &tensor) {
   int32_t dtype = 0;
   must(aoti_torch_get_dtype(tensor.get(), &dtype), "a tensor's dtype");
   for (const Pair &pair : pairs)
-    if (dtype == pair.torch)
-      return pair.ours;
+    if (dtype == pair.torch) return pair.ours;
   return GDN_VERIFY_OTHER;
 }
 
@@ -97,9 +87,7 @@ class Views {
   Views(const char *first_name, const Tensor &first)
       : first_name_(first_name), device_(device_of(first)) {}
 
-  const Device &device() const {
-    return device_;
-  }
+  const Device &device() const { return device_; }
 
   gdn_verify_tensor read(const char *name, const Tensor &tensor) const {
     gdn_verify_tensor result = view(name, tensor);
@@ -156,10 +144,8 @@ gdn_verify_activation take_activation(StringHandle handle) {
   must(torch_string_length(handle, &length), "activation");
   const std::string name(text, length);
   must(torch_delete_string(handle), "activation");
-  if (name == "silu")
-    return GDN_VERIFY_SILU;
-  if (name == "none")
-    return GDN_VERIFY_NO_ACTIVATION;
+  if (name == "silu") return GDN_VERIFY_SILU;
+  if (name == "none") return GDN_VERIFY_NO_ACTIVATION;
   fail("activation is \"" + name + "\", but it must be \"silu\" or \"none\"");
 }
 
@@ -210,8 +196,7 @@ void run(Params &params, const Device &device,
   } else {
     status = cpu(&params, &error);
   }
-  if (status != GDN_VERIFY_OK)
-    fail(error.text);
+  if (status != GDN_VERIFY_OK) fail(error.text);
 }
 
 /* ---- kernels --------------------------------------------------------------------------------- */
@@ -316,8 +301,7 @@ void commit_conv_state(const std::vector<Tensor> &conv_states, const std::vector
   snapshot_views.reserve(snapshots.size());
   for (const Tensor &tensor : conv_states)
     state_views.push_back(views.write("conv_states", tensor));
-  for (const Tensor &tensor : snapshots)
-    snapshot_views.push_back(views.read("snapshots", tensor));
+  for (const Tensor &tensor : snapshots) snapshot_views.push_back(views.read("snapshots", tensor));
   gdn_verify_commit_params params{};
   params.conv_states = state_views.data();
   params.snapshots = snapshot_views.data();
@@ -364,10 +348,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gdn, m) {
   m.impl("conv1d_update_l2norm", TORCH_BOX(&conv1d_update_l2norm));                 \
   m.impl("commit_conv_state", TORCH_BOX(&commit_conv_state))
 
-STABLE_TORCH_LIBRARY_IMPL(gdn, CPU, m) {
-  GDN_VERIFY_REGISTER(m);
-}
+STABLE_TORCH_LIBRARY_IMPL(gdn, CPU, m) { GDN_VERIFY_REGISTER(m); }
 
-STABLE_TORCH_LIBRARY_IMPL(gdn, CUDA, m) {
-  GDN_VERIFY_REGISTER(m);
-}
+STABLE_TORCH_LIBRARY_IMPL(gdn, CUDA, m) { GDN_VERIFY_REGISTER(m); }

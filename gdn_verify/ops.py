@@ -52,7 +52,7 @@ def _register_fake(name: str, first: str) -> None:
 
 
 def _lower_storage_offset() -> None:
-    """Gives Inductor the lowering of aten.sym_storage_offset that it lacks (up to torch 2.13 here).
+    """Gives Inductor the lowering of aten.sym_storage_offset that it lacks (as of torch 2.13).
 
     A compiled graph hands a view that an operator writes to as `as_strided(base, size, stride,
     sym_storage_offset(view))`. Inductor runs what it cannot lower on a stand-in of the view, whose
@@ -213,7 +213,7 @@ def verify_conv(
         "config": config,
         "pdl": pdl,
     }
-    torch.ops.gdn.verify_fused_conv_kn_batched(
+    torch.ops.gdn.verify_fused_conv_kn_batched.default(
         conv_state,
         new_input,
         weight,
