@@ -70,8 +70,7 @@ static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, bool dense
     launch->snapshot[i] = p->snapshots[first + i].data;
   }
   const int64_t most = 1 << 20;
-  const int64_t pairs =
-      p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
+  const int64_t pairs = p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
   const dim3 grid((unsigned)pairs, (unsigned)layers);
   if (p->element_size == 4) {
     if (dense)

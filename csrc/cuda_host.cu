@@ -38,9 +38,8 @@ static cudaError_t copy_to_host(const IndexCopy *copies, int n, cudaStream_t str
     const IndexCopy *copy = &copies[i];
     if (!*copy->pointer) continue;
     for (int64_t j = 0; j < copy->count; ++j) {
-      const cudaError_t error =
-          cudaMemcpyAsync(to + j, *copy->pointer + j * *copy->stride, sizeof *to,
-                          cudaMemcpyDeviceToHost, stream);
+      const cudaError_t error = cudaMemcpyAsync(to + j, *copy->pointer + j * *copy->stride,
+                                                sizeof *to, cudaMemcpyDeviceToHost, stream);
       if (error != cudaSuccess) return error;
     }
     *copy->pointer = to;

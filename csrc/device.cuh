@@ -10,6 +10,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "numerics.h"
 #include "problem.h"
 
@@ -65,11 +67,54 @@ struct alignas(sizeof(Element) * N < 16 ? sizeof(Element) * N : 16) Pack {
   Element element[N];
 };
 
+/* N elements as they were loaded, in whole registers. Loading and converting are two steps, so that
+ * everything that is loaded before the first conversion is on its way at the same time; a register
+ * that holds two elements of its own would be taken apart, and so waited for, at the first branch. */
 template <typename Element, int N>
-static __device__ __forceinline__ void load_pack(const Element *from, float (&x)[N]) {
-  const Pack<Element, N> pack = *(const Pack<Element, N> *)from;
+struct Raw {
+  static constexpr int BYTES = (int)sizeof(Element) * N;
+  uint32_t word[(BYTES + 3) / 4];
+};
+
+template <typename Element, int N>
+static __device__ __forceinline__ Raw<Element, N> load_raw(const Element *from) {
+  Raw<Element, N> raw;
+  constexpr int BYTES = Raw<Element, N>::BYTES;
+  if constexpr (BYTES == 2) {
+    raw.word[0] = *(const uint16_t *)from;
+  } else if constexpr (BYTES == 4) {
+    raw.word[0] = *(const uint32_t *)from;
+  } else if constexpr (BYTES == 8) {
+    const uint2 x = *(const uint2 *)from;
+    raw.word[0] = x.x, raw.word[1] = x.y;
+  } else {
+    static_assert(BYTES % 16 == 0, "2, 4, 8 or a multiple of 16 bytes");
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = to_float(pack.element[i]);
+    for (int i = 0; i < BYTES / 16; ++i) {
+      const uint4 x = ((const uint4 *)from)[i];
+      raw.word[4 * i] = x.x, raw.word[4 * i + 1] = x.y;
+      raw.word[4 * i + 2] = x.z, raw.word[4 * i + 3] = x.w;
+    }
+  }
+  return raw;
+}
+
+template <typename Element, int N>
+static __device__ __forceinline__ float raw_to_float(const Raw<Element, N> &raw, int i) {
+  if constexpr (sizeof(Element) == 4) {
+    return __uint_as_float(raw.word[i]);
+  } else if constexpr (std::is_same<Element, __nv_bfloat16>::value) {
+    return __uint_as_float(i % 2 ? raw.word[i / 2] & 0xFFFF0000u : raw.word[i / 2] << 16);
+  } else {
+    const unsigned half = i % 2 ? raw.word[i / 2] >> 16 : raw.word[i / 2] & 0xFFFFu;
+    return __half2float(__ushort_as_half((unsigned short)half));
+  }
+}
+
+template <typename Element, int N>
+static __device__ __forceinline__ void convert(const Raw<Element, N> &raw, float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = raw_to_float(raw, i);
 }
 
 template <typename Element, int N>

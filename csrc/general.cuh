@@ -53,8 +53,8 @@ static __device__ __forceinline__ float load_entry(const gdn_verify_problem &p,
         load_element(p.input, s.input_offset + source * p.input_token + channel, p.input_dtype);
     return newest ? x : round_to(x, p.state_dtype);
   }
-  return load_element(
-      w.base, channel * w.channel_stride + (p.state_len + source) * w.column_stride, p.state_dtype);
+  return load_element(w.base, channel * w.channel_stride + (p.state_len + source) * w.column_stride,
+                      p.state_dtype);
 }
 
 /* source[MAX_W - 1 - i] is the entry i steps before token `token`: for a chain token - i, in a tree
@@ -84,8 +84,8 @@ static __device__ __forceinline__ float convolve_general(const gdn_verify_proble
     const int k = i - (MAX_W - p.d_conv);
     if (k < 0) continue;
     const float x = load_entry(p, s, w, source[i], channel, i == MAX_W - 1);
-    const float weight = load_element(
-        p.weight, channel * p.weight_channel + k * p.weight_tap, p.weight_dtype);
+    const float weight =
+        load_element(p.weight, channel * p.weight_channel + k * p.weight_tap, p.weight_dtype);
     acc = __fadd_rn(acc, __fmul_rn(x, weight));
   }
   return p.activation == GDN_VERIFY_SILU ? gdn_verify_silu(acc) : acc;
@@ -102,9 +102,8 @@ static __device__ __forceinline__ float sum_group(float square) {
 static __device__ __forceinline__ void compute_groups(const gdn_verify_problem &p,
                                                       const gdn_verify_sequence &s,
                                                       const StartWindow &w,
-                                                      const int64_t (&source)[MAX_W],
-                                                      int64_t begin, int64_t end,
-                                                      float (&y)[UNIT_GROUPS]) {
+                                                      const int64_t (&source)[MAX_W], int64_t begin,
+                                                      int64_t end, float (&y)[UNIT_GROUPS]) {
 #pragma unroll
   for (int g = 0; g < UNIT_GROUPS; ++g) {
     const int64_t channel = begin + g * GDN_VERIFY_GROUP + (threadIdx.x & 31u);
@@ -127,8 +126,7 @@ static __device__ __forceinline__ void compute_token(const gdn_verify_problem &p
       compute_groups(p, s, w, source, begin, u.end, y);
 #pragma unroll
       for (int g = 0; g < UNIT_GROUPS; ++g) {
-        if (begin + g * GDN_VERIFY_GROUP < u.end)
-          total = total + sum_group(__fmul_rn(y[g], y[g]));
+        if (begin + g * GDN_VERIFY_GROUP < u.end) total = total + sum_group(__fmul_rn(y[g], y[g]));
       }
     }
     factor = gdn_verify_l2_scale(total, p.l2_eps);
@@ -155,9 +153,7 @@ static __device__ __forceinline__ void write_channel(const gdn_verify_problem &p
   float start[MAX_W];
 #pragma unroll
   for (int i = 0; i < MAX_W; ++i)
-    start[i] = i >= MAX_W - p.state_len
-                   ? load_entry(p, s, w, i - MAX_W, channel, false)
-                   : 0.0f;
+    start[i] = i >= MAX_W - p.state_len ? load_entry(p, s, w, i - MAX_W, channel, false) : 0.0f;
   auto entry = [&](int64_t source) {
     if (source >= 0) return load_entry(p, s, w, source, channel, false);
     float x = 0.0f;

@@ -26,10 +26,30 @@ typedef enum WindowLayout {
   LAYOUT_TOKEN_MAJOR = 2    /* channel stride 1: the V channels of a column are one piece */
 } WindowLayout;
 
+/* What every call reads comes first and is small, strides in 32 bits: parameters reach a kernel line
+ * by line through a cache that is cold at every launch. */
 typedef struct FastLaunch {
-  gdn_verify_problem p;
-  int32_t state_layout;    /* WindowLayout */
-  int32_t snapshot_layout; /* WindowLayout; of a history LAYOUT_TOKEN_MAJOR or LAYOUT_STRIDED */
+  const void *weight;
+  const void *input;
+  uint8_t plain;           /* no index tensor: sequence i is row i of everything */
+  uint8_t packed_weight;   /* [D, 4] contiguous in the input's dtype, and no bias */
+  uint8_t write_state;     /* as in the problem, like those that follow */
+  uint8_t snapshot_kind;   /* gdn_verify_snapshot_kind */
+  uint8_t snapshot_layout; /* WindowLayout; of a history LAYOUT_TOKEN_MAJOR or LAYOUT_STRIDED */
+  uint8_t state_layout;    /* WindowLayout */
+  uint8_t state_len;
+  uint8_t activation; /* gdn_verify_activation */
+  int32_t num_tokens;
+  int32_t input_seq, input_token;
+  int32_t qk_channels;
+  void *state;
+  void *snapshots;
+  void *output;
+  int32_t output_seq, output_token;
+  int32_t state_slot, state_channel, state_column;
+  int32_t snapshot_row, snapshot_token, snapshot_channel, snapshot_column;
+  float l2_eps;
+  gdn_verify_problem p; /* for what only some calls have: index tensors, bias, other weights */
 } FastLaunch;
 
 /* ---- windows: x[column][channel], the last `columns` of 4 ------------------------------------- */
@@ -37,49 +57,45 @@ typedef struct FastLaunch {
 /* Loads what a start window contributes to x of a thread whose first token is `first`: x[j] is the
  * entry of token first + j - 3, as far as that is below 0. The window has `columns` columns. */
 template <typename State, int V>
-static __device__ __forceinline__ void load_columns(const State *from, int32_t layout,
-                                                    int64_t channel_stride, int64_t column_stride,
+static __device__ __forceinline__ void load_columns(const State *from, int layout,
+                                                    int channel_stride, int column_stride,
                                                     int columns, int first, float (*x)[V]) {
   if (first == 0 && layout == LAYOUT_CHANNEL_MAJOR) {
+    Raw<State, 4> window[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) window[v] = load_raw<State, 4>(from + 4 * v);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      float window[4];
-      load_pack<State, 4>(from + 4 * v, window);
 #pragma unroll
-      for (int j = 0; j < 3; ++j) x[j][v] = window[j + 1];
+      for (int j = 0; j < 3; ++j) x[j][v] = raw_to_float(window[v], j + 1);
     }
+    return;
+  }
+  from += (columns - 3 + first) * column_stride;
+  if (layout == LAYOUT_TOKEN_MAJOR) {
+    Raw<State, V> column[3] = {};
+#pragma unroll
+    for (int j = 0; j < 3; ++j)
+      if (first + j < 3) column[j] = load_raw<State, V>(from + j * column_stride);
+#pragma unroll
+    for (int j = 0; j < 3; ++j) convert(column[j], x[j]);
     return;
   }
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
-    if (first + j >= 3) break;
-    const State *column = from + (columns - 3 + first + j) * column_stride;
-    if (layout == LAYOUT_TOKEN_MAJOR) {
-      load_pack<State, V>(column, x[j]);
-    } else {
 #pragma unroll
-      for (int v = 0; v < V; ++v) x[j][v] = to_float(column[v * channel_stride]);
-    }
+    for (int v = 0; v < V; ++v)
+      if (first + j < 3) x[j][v] = to_float(from[v * channel_stride + j * column_stride]);
   }
 }
 
-template <typename State, int V>
-static __device__ __forceinline__ void store_column(State *to, int32_t layout,
-                                                    int64_t channel_stride, const float (&x)[V]) {
-  if (layout == LAYOUT_TOKEN_MAJOR) {
-    store_pack<State, V>(to, x);
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v) to[v * channel_stride] = from_float<State>(x[v]);
-  }
-}
-
-/* Stores the window x[0 .. 3] (its last `columns`). */
-template <typename State, int V>
-static __device__ __forceinline__ void store_window(State *to, int32_t layout,
-                                                    int64_t channel_stride, int64_t column_stride,
-                                                    int columns, const float (*x)[V]) {
-  if (layout == LAYOUT_CHANNEL_MAJOR) {
+/* Stores N columns x[0 .. N - 1], of which the first `skip` are left out. */
+template <typename State, int LAYOUT, int V, int N>
+static __device__ __forceinline__ void store_columns(State *to, int channel_stride,
+                                                     int column_stride, int skip,
+                                                     const float (*x)[V]) {
+  if constexpr (LAYOUT == LAYOUT_CHANNEL_MAJOR) {
+    static_assert(N == FAST_D_CONV, "a whole window");
     float windows[4 * V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -87,12 +103,53 @@ static __device__ __forceinline__ void store_window(State *to, int32_t layout,
       for (int j = 0; j < 4; ++j) windows[4 * v + j] = x[j][v];
     }
     store_pack<State, 4 * V>(to, windows);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j < 4 - columns) continue;
-    store_column<State, V>(to + (j - (4 - columns)) * column_stride, layout, channel_stride, x[j]);
+    for (int j = 0; j < N; ++j) {
+      if (j < skip) continue;
+      if constexpr (LAYOUT == LAYOUT_TOKEN_MAJOR) {
+        store_pack<State, V>(to, x[j]);
+      } else {
+#pragma unroll
+        for (int v = 0; v < V; ++v) to[v * channel_stride] = from_float<State>(x[j][v]);
+      }
+      to += column_stride;
+    }
+  }
+}
+
+/* The snapshots of this thread's tokens: windows, or rows of the history. x as in the kernel. */
+template <typename State, int LAYOUT, int V, int T>
+static __device__ __forceinline__ void store_snapshots(const FastLaunch &launch, int64_t row,
+                                                       int channel, int first, int rows,
+                                                       const float (&x)[T + 3][V]) {
+  State *to = (State *)launch.snapshots + row * launch.snapshot_row +
+              (int64_t)channel * launch.snapshot_channel;
+  if (LAYOUT == LAYOUT_CHANNEL_MAJOR || launch.snapshot_kind == GDN_VERIFY_WINDOWS) {
+    to += (int64_t)first * launch.snapshot_token;
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      if (first + t < rows)
+        store_columns<State, LAYOUT, V, FAST_D_CONV>(to, launch.snapshot_channel,
+                                                     launch.snapshot_column,
+                                                     FAST_D_CONV - launch.state_len, x + t);
+      to += launch.snapshot_token;
+    }
+  } else {
+    /* row i holds the entry that token i - (S - 1) brought */
+    constexpr int HISTORY_LAYOUT =
+        LAYOUT == LAYOUT_TOKEN_MAJOR ? LAYOUT_TOKEN_MAJOR : LAYOUT_STRIDED;
+    const int lead = launch.state_len - 1;
+    if (first == 0)
+      store_columns<State, HISTORY_LAYOUT, V, 3>(to, launch.snapshot_channel, launch.snapshot_token,
+                                                 3 - lead, x);
+    to += (int64_t)(first + lead) * launch.snapshot_token;
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      if (first + t < rows)
+        store_columns<State, HISTORY_LAYOUT, V, 1>(to, launch.snapshot_channel, 0, 0, x + t + 3);
+      to += launch.snapshot_token;
+    }
   }
 }
 
@@ -140,8 +197,7 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   }
   float sum = squares[0][0];
   if constexpr (V == 2) sum = squares[0][0] + squares[0][1];
-  if constexpr (V == 4)
-    sum = (squares[0][0] + squares[0][2]) + (squares[0][1] + squares[0][3]);
+  if constexpr (V == 4) sum = (squares[0][0] + squares[0][2]) + (squares[0][1] + squares[0][3]);
 
   /* which token this lane ended with; of lanes with the same one, the first speaks */
   int token = 0;
@@ -160,12 +216,11 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
     const int in_group = lane & 7;
     total = __shfl_sync(ALL, sum, in_group);
 #pragma unroll
-    for (int g = 1; g < FAST_GROUPS; ++g)
-      total = total + __shfl_sync(ALL, sum, in_group + 8 * g);
+    for (int g = 1; g < FAST_GROUPS; ++g) total = total + __shfl_sync(ALL, sum, in_group + 8 * g);
     __syncthreads(); /* conv_state may be overwritten from here on */
   } else {
     const int group = (int)threadIdx.x * V / GDN_VERIFY_GROUP;
-    float(*mine)[FAST_GROUPS] = partial + threadIdx.y * T;
+    float (*mine)[FAST_GROUPS] = partial + threadIdx.y * T;
     if (speaks) mine[token][group] = sum;
     __syncthreads(); /* the same */
     const float4 groups = *(const float4 *)mine[token];
@@ -176,15 +231,14 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   for (int t = 0; t < T; ++t) {
     int holder = 0;
 #pragma unroll
-    for (int level = 0; level < LEVELS; ++level)
-      holder += (t >> level & 1) * tree_offset(V, level);
+    for (int level = 0; level < LEVELS; ++level) holder += (t >> level & 1) * tree_offset(V, level);
     factor[t] = T == 1 ? own : __shfl_sync(ALL, own, holder);
   }
 }
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* y[t] = conv of the window x[t .. t + 3], for all T tokens of the thread.
+/* y[t] = conv of the window x[t .. t + 3], for all T tokens of the thread. BIAS: there may be one.
  *
  * The sum starts with the first product instead of bias or +0 plus it where there is no bias. That
  * differs where all four products are -0, whose sum is -0 instead of +0: the next step, whatever it
@@ -235,7 +289,7 @@ static __device__ __forceinline__ void activate(int32_t activation, float (&y)[T
 #pragma unroll
     for (int v = 0; v < V; ++v) largest = fmaxf(largest, fabsf(y[t][v]));
   }
-  if (largest <= 80.0f) {
+  if (__builtin_expect(largest <= 80.0f, 1)) {
 #pragma unroll
     for (int t = 0; t < T; ++t) {
 #pragma unroll
@@ -254,7 +308,8 @@ static __device__ __forceinline__ void activate(int32_t activation, float (&y)[T
   }
 }
 
-template <typename Input, int V>
+/* Weight and bias of this thread's channels, of any dtype and strides. */
+template <int V>
 static __device__ __forceinline__ void load_weight(const gdn_verify_problem &p, int64_t channel,
                                                    float (&weight)[4][V], float (&bias)[V]) {
 #pragma unroll
@@ -276,105 +331,126 @@ static __device__ __forceinline__ void zero_rows(const gdn_verify_problem &p, in
     store_pack<Input, V>((Input *)p.output + offset + row * p.output_token + channel, zeros);
 }
 
-/* Most threads of a block: with T tokens each, at least 17 tokens, or as many as fit. */
+/* Most threads of a block. Enough for 17 tokens where that is possible; T = 8 is for many more. */
 static constexpr int max_threads(int v, int t) {
   const int lanes = FAST_HEAD_DIM / v;
-  const int wanted = t >= 9 ? 512 : (17 + t - 1) / t * lanes;
+  const int wanted = t == 8 ? 1024 : (17 + t - 1) / t * lanes;
   return wanted < 1024 ? wanted : 1024;
 }
 
+/* Blocks that an SM should hold at the same time. It bounds the registers: 8 sequences of a model of
+ * 64 heads are 512 blocks, which four on each of 132 SMs take in one wave. */
+static constexpr int min_blocks(int v, int t) {
+  if (t == 8) return 1;
+  if (v == 1) return 2;
+  if (v == 2) return t < 4 ? t : 4;
+  return t == 3 ? 4 : t + 1;
+}
+
 template <typename Input, typename State, int V, int T>
-__global__ void __launch_bounds__(max_threads(V, T))
+__global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     token_parallel_kernel(const __grid_constant__ FastLaunch launch) {
   const gdn_verify_problem &p = launch.p;
   extern __shared__ __align__(16) float partial[][FAST_GROUPS]; /* [blockDim.y * T] */
-  const int64_t channel = (int64_t)blockIdx.y * FAST_HEAD_DIM + threadIdx.x * V;
+  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * V);
   const int first = (int)threadIdx.y * T;
+  const int seq = (int)blockIdx.x;
 
-  float weight[4][V], bias[V];
-  load_weight<Input, V>(p, channel, weight, bias);
+  /* constants first, while the kernel before this one may still run */
+  Raw<Input, 4 * V> packed_weight = {};
+  if (launch.packed_weight)
+    packed_weight = load_raw<Input, 4 * V>((const Input *)launch.weight + 4 * channel);
   wait_for_predecessor();
   release_successor();
 
   gdn_verify_sequence s;
-  if (blockIdx.x == p.n_seq) { /* with cu_seqlens: the rows that no sequence owns */
+  if (__builtin_expect(launch.plain, 1)) {
+    s.input_offset = (int64_t)seq * launch.input_seq;
+    s.output_offset = (int64_t)seq * launch.output_seq;
+    s.num_rows = launch.num_tokens;
+    s.slot = s.row = seq;
+    s.start = -1;
+  } else if (seq == p.n_seq) { /* with cu_seqlens: the rows that no sequence owns */
     int64_t owned = p.cu_seqlens[p.n_seq * p.cu_seqlens_stride];
     owned = owned < 0 ? 0 : owned;
     zero_rows<Input, V>(p, owned * p.output_token, p.total_rows - owned, channel);
     return;
-  }
-  const gdn_verify_verdict verdict = gdn_verify_resolve(&p, blockIdx.x, &s);
-  if (verdict != GDN_VERIFY_RUN) {
-    if (verdict != GDN_VERIFY_EMPTY)
-      zero_rows<Input, V>(p, s.output_offset, s.num_rows, channel);
-    return;
+  } else {
+    const gdn_verify_verdict verdict = gdn_verify_resolve(&p, seq, &s);
+    if (verdict != GDN_VERIFY_RUN) {
+      if (verdict != GDN_VERIFY_EMPTY) zero_rows<Input, V>(p, s.output_offset, s.num_rows, channel);
+      return;
+    }
   }
   const int rows = (int)s.num_rows;
 
-  /* x[j] is the input of token first + j - 3, or what the start window holds there */
-  float x[T + 3][V];
-  const Input *input =
-      (const Input *)p.input + s.input_offset + (first - 3) * p.input_token + channel;
+  /* everything that is read is asked for before anything is used */
+  Raw<Input, V> entry[T + 3];
+  const Input *input = (const Input *)launch.input + s.input_offset +
+                       (int64_t)(first - 3) * launch.input_token + channel;
 #pragma unroll
   for (int j = 0; j < T + 3; ++j) {
     const int token = first + j - 3;
-    if ((j >= 3 || token >= 0) && token < rows) {
-      load_pack<Input, V>(input + j * p.input_token, x[j]);
-    } else {
-#pragma unroll
-      for (int v = 0; v < V; ++v) x[j][v] = 0.0f;
-    }
+    entry[j] = {};
+    if ((j >= 3 || token >= 0) && token < rows)
+      entry[j] = load_raw<Input, V>(input + (int64_t)j * launch.input_token);
   }
+  /* x[j] is the input of token first + j - 3, or what the start window holds there */
+  float x[T + 3][V];
+  float weight[4][V], bias[V];
   if (first < 3) {
     const bool from_state = s.start < 0;
-    const StartWindow w = start_window<State>(p, s);
-    load_columns<State, V>((const State *)w.base + channel * w.channel_stride,
+    const State *from = from_state ? (const State *)launch.state + s.slot * launch.state_slot
+                                   : (const State *)launch.snapshots + s.row * launch.snapshot_row +
+                                         s.start * launch.snapshot_token;
+    const int channel_stride = from_state ? launch.state_channel : launch.snapshot_channel;
+    load_columns<State, V>(from + (int64_t)channel * channel_stride,
                            from_state ? launch.state_layout : launch.snapshot_layout,
-                           w.channel_stride, w.column_stride, p.state_len, T >= 3 ? 0 : first, x);
+                           channel_stride,
+                           from_state ? launch.state_column : launch.snapshot_column,
+                           launch.state_len, T >= 3 ? 0 : first, x);
+  }
+#pragma unroll
+  for (int j = 0; j < T + 3; ++j)
+    if (j >= 3 || first + j >= 3) convert(entry[j], x[j]);
+  if (__builtin_expect(launch.packed_weight, 1)) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+      for (int k = 0; k < FAST_D_CONV; ++k) weight[k][v] = raw_to_float(packed_weight, 4 * v + k);
+    }
+  } else {
+    load_weight<V>(p, channel, weight, bias);
   }
   if (s.start >= 0) __syncthreads(); /* the old snapshots have been read */
 
   /* snapshots go out first: they are most of the traffic */
-  if (p.snapshot_kind == GDN_VERIFY_WINDOWS) {
-    State *to = (State *)p.snapshots + s.row * p.snapshot_row + first * p.snapshot_token +
-                channel * p.snapshot_channel;
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-      if (first + t < rows)
-        store_window<State, V>(to + t * p.snapshot_token, launch.snapshot_layout,
-                               p.snapshot_channel, p.snapshot_column, p.state_len, x + t);
-    }
-  } else if (p.snapshot_kind == GDN_VERIFY_HISTORY) {
-    /* row i holds the entry that token i - (S - 1) brought */
-    State *to = (State *)p.snapshots + s.row * p.snapshot_row + channel * p.snapshot_channel;
-    const int lead = p.state_len - 1;
-#pragma unroll
-    for (int j = 0; j < T + 3; ++j) {
-      const int token = first + j - 3;
-      const bool own = j >= 3 ? token < rows : first == 0 && token + lead >= 0;
-      if (own)
-        store_column<State, V>(to + (token + lead) * p.snapshot_token, launch.snapshot_layout,
-                               p.snapshot_channel, x[j]);
-    }
+  if (launch.snapshot_kind != GDN_VERIFY_NO_SNAPSHOTS) {
+    if (launch.snapshot_layout == LAYOUT_CHANNEL_MAJOR)
+      store_snapshots<State, LAYOUT_CHANNEL_MAJOR, V, T>(launch, s.row, channel, first, rows, x);
+    else if (launch.snapshot_layout == LAYOUT_TOKEN_MAJOR)
+      store_snapshots<State, LAYOUT_TOKEN_MAJOR, V, T>(launch, s.row, channel, first, rows, x);
+    else
+      store_snapshots<State, LAYOUT_STRIDED, V, T>(launch, s.row, channel, first, rows, x);
   }
 
   float y[T][V];
-  if (p.bias) {
-    convolve<V, T, true>(x, weight, bias, y);
-    activate<V, T, true>(p.activation, y);
-  } else {
+  if (__builtin_expect(launch.packed_weight, 1)) {
     convolve<V, T, false>(x, weight, bias, y);
-    activate<V, T, false>(p.activation, y);
+    activate<V, T, false>(launch.activation, y);
+  } else {
+    convolve<V, T, true>(x, weight, bias, y);
+    activate<V, T, true>(launch.activation, y);
   }
 
-  if ((int64_t)blockIdx.y * FAST_HEAD_DIM < p.qk_channels) {
+  if (channel < launch.qk_channels) {
     float squares[T][V], factor[T];
 #pragma unroll
     for (int t = 0; t < T; ++t) {
 #pragma unroll
       for (int v = 0; v < V; ++v) squares[t][v] = __fmul_rn(y[t][v], y[t][v]);
     }
-    head_factors<V, T>(squares, p.l2_eps, partial, factor);
+    head_factors<V, T>(squares, launch.l2_eps, partial, factor);
 #pragma unroll
     for (int t = 0; t < T; ++t) {
 #pragma unroll
@@ -384,14 +460,36 @@ __global__ void __launch_bounds__(max_threads(V, T))
     __syncthreads(); /* conv_state may be overwritten from here on */
   }
 
-  Input *output = (Input *)p.output + s.output_offset + first * p.output_token + channel;
+  Input *output =
+      (Input *)launch.output + s.output_offset + (int64_t)first * launch.output_token + channel;
 #pragma unroll
   for (int t = 0; t < T; ++t) {
-    if (first + t < rows) store_pack<Input, V>(output + t * p.output_token, y[t]);
-    if (p.write_state && first + t == rows - 1)
-      store_window<State, V>((State *)p.state + s.slot * p.state_slot + channel * p.state_channel,
-                             launch.state_layout, p.state_channel, p.state_column, p.state_len,
-                             x + t);
+    if (first + t < rows) store_pack<Input, V>(output, y[t]);
+    output += launch.output_token;
+  }
+  if (launch.write_state && first < rows && rows <= first + T) {
+    float last[FAST_D_CONV][V] = {};
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      if (first + t == rows - 1) {
+#pragma unroll
+        for (int j = 0; j < FAST_D_CONV; ++j) {
+#pragma unroll
+          for (int v = 0; v < V; ++v) last[j][v] = x[t + j][v];
+        }
+      }
+    }
+    State *to = (State *)launch.state + s.slot * launch.state_slot +
+                (int64_t)channel * launch.state_channel;
+    const int skip = FAST_D_CONV - launch.state_len;
+    if (launch.state_layout == LAYOUT_CHANNEL_MAJOR)
+      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(to, 0, 0, 0, last);
+    else if (launch.state_layout == LAYOUT_TOKEN_MAJOR)
+      store_columns<State, LAYOUT_TOKEN_MAJOR, V, FAST_D_CONV>(to, 0, launch.state_column, skip,
+                                                               last);
+    else
+      store_columns<State, LAYOUT_STRIDED, V, FAST_D_CONV>(to, launch.state_channel,
+                                                           launch.state_column, skip, last);
   }
 }
 

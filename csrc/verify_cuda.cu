@@ -15,10 +15,9 @@
 /* ---- configurations -------------------------------------------------------------------------- */
 
 /* Every (V, T) that is compiled; `config` is the index. */
-#define FOR_EACH_CONFIG(X)                                                                    \
-  X(1, 1) X(1, 2) X(1, 3) X(1, 5) X(1, 9)                                                     \
-  X(2, 1) X(2, 2) X(2, 3) X(2, 5) X(2, 9)                                                     \
-  X(4, 1) X(4, 2) X(4, 3) X(4, 5)
+#define FOR_EACH_CONFIG(X) \
+  X(1, 1)                  \
+  X(1, 2) X(1, 3) X(1, 4) X(2, 1) X(2, 2) X(2, 3) X(2, 4) X(2, 6) X(2, 8) X(4, 1) X(4, 2) X(4, 3)
 
 typedef struct Config {
   int v, t;
@@ -38,26 +37,30 @@ static bool config_fits(int config, int64_t num_tokens) {
          max_threads(configs[config].v, configs[config].t);
 }
 
+/* -1 where there is none. */
 static int find_config(int v, int t) {
   for (int i = 0; i < NUM_CONFIGS; ++i)
     if (configs[i].v == v && configs[i].t == t) return i;
   return -1;
 }
 
-/* The measured table in short: float32 windows want whole 16-byte stores side by side, one channel a
- * thread; the fewer bytes a token brings, the more channels. More tokens a thread the more there are
- * in all. */
+/* Without a tuned table. Float32 windows want whole 16-byte stores side by side, one channel a
+ * thread; 16-bit ones two; where a token brings few bytes, four as long as all blocks are on the SMs
+ * at the same time. More tokens a thread the more there are in all. */
 static int choose_config(const gdn_verify_problem *p) {
   const bool windows = p->snapshot_kind == GDN_VERIFY_WINDOWS;
-  const int v = !windows ? 4 : p->state_dtype == GDN_VERIFY_FLOAT32 ? 1 : 2;
-  static const int tokens[] = {1, 2, 3, 5, 9};
-  const int64_t work = p->n_seq * p->num_tokens;
-  int i = work <= 16 ? 0 : work <= 32 ? 1 : work <= 100 ? 2 : 3;
-  for (; i < 5; ++i) {
-    const int config = find_config(v, tokens[i]);
+  const bool wide = p->state_dtype == GDN_VERIFY_FLOAT32;
+  const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
+  int v = windows && wide ? 1 : windows ? 2 : work < 8 ? 2 : 4;
+  int t = work <= 4 ? 1 : work <= 16 ? 2 : 4;
+  if (v == 2) t = work <= 32 ? 1 : work <= 64 ? 3 : 6;
+  if (v == 4) t = work <= 32 ? 1 : work <= 96 ? 2 : 3;
+  for (; t <= 8; ++t) {
+    const int config = find_config(v, t);
     if (config >= 0 && config_fits(config, p->num_tokens)) return config;
   }
-  return -1;
+  const int many = find_config(2, 8);
+  return config_fits(many, p->num_tokens) ? many : -1;
 }
 
 /* ---- the fast kernel ------------------------------------------------------------------------- */
@@ -94,9 +97,23 @@ static bool rows_fit(const gdn_verify_problem *p, int v) {
          p->input_token % v == 0 && p->output_seq % v == 0 && p->output_token % v == 0;
 }
 
+static bool fits_int32(int64_t x) { return x >= INT32_MIN && x <= INT32_MAX; }
+
+/* Strides are 32 bits wide in the fast kernel. */
+static bool strides_fit(const gdn_verify_problem *p) {
+  const int64_t strides[] = {
+      p->input_seq,      p->input_token,      p->output_seq,      p->output_token,
+      p->state_slot,     p->state_channel,    p->state_column,    p->snapshot_row,
+      p->snapshot_token, p->snapshot_channel, p->snapshot_column,
+  };
+  for (size_t i = 0; i < sizeof strides / sizeof strides[0]; ++i)
+    if (!fits_int32(strides[i])) return false;
+  return true;
+}
+
 static bool fast_shape(const gdn_verify_problem *p) {
-  return p->d_conv == FAST_D_CONV && p->head_dim == FAST_HEAD_DIM &&
-         p->d_inner % FAST_HEAD_DIM == 0 && p->d_inner / FAST_HEAD_DIM <= 65535 &&
+  return strides_fit(p) && p->d_conv == FAST_D_CONV && p->head_dim == FAST_HEAD_DIM &&
+         p->d_inner % FAST_HEAD_DIM == 0 && p->d_inner <= 65535 * FAST_HEAD_DIM &&
          p->n_seq < INT32_MAX && !p->parent && p->output_dtype == p->input_dtype &&
          (p->input_dtype == GDN_VERIFY_BFLOAT16 || p->input_dtype == GDN_VERIFY_FLOAT16) &&
          (p->state_dtype == p->input_dtype || p->state_dtype == GDN_VERIFY_FLOAT32);
@@ -140,17 +157,49 @@ static cudaError_t launch_kernel(const void *kernel, dim3 grid, dim3 block, size
   return cudaLaunchKernelExC(&launch, kernel, arguments);
 }
 
-static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl, void *stream) {
-  const int v = configs[config].v, t = configs[config].t;
+static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
   const int64_t size = p->state_dtype == GDN_VERIFY_FLOAT32 ? 4 : 2;
   const int64_t snapshot_outer[] = {p->snapshot_row, p->snapshot_token};
   FastLaunch launch;
+  launch.weight = p->weight;
+  launch.input = p->input;
+  launch.plain = !p->slot_index && !p->row_index && !p->accepted && !p->cu_seqlens;
+  launch.packed_weight = p->weight_dtype == p->input_dtype && !p->bias && p->weight_tap == 1 &&
+                         p->weight_channel == FAST_D_CONV &&
+                         aligned(p->weight, 8 * v < 16 ? 8 * v : 16);
+  launch.write_state = (uint8_t)p->write_state;
+  launch.snapshot_kind = (uint8_t)p->snapshot_kind;
+  launch.snapshot_layout = (uint8_t)layout_of(
+      p->snapshots, size, v, p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 0,
+      snapshot_outer, 2, p->snapshot_channel, p->snapshot_column);
+  launch.state_layout = (uint8_t)layout_of(p->state, size, v, p->state_len, &p->state_slot, 1,
+                                           p->state_channel, p->state_column);
+  launch.state_len = (uint8_t)p->state_len;
+  launch.activation = (uint8_t)p->activation;
+  launch.num_tokens = (int32_t)p->num_tokens;
+  launch.input_seq = (int32_t)p->input_seq;
+  launch.input_token = (int32_t)p->input_token;
+  launch.qk_channels = (int32_t)p->qk_channels;
+  launch.state = p->state;
+  launch.snapshots = p->snapshots;
+  launch.output = p->output;
+  launch.output_seq = (int32_t)p->output_seq;
+  launch.output_token = (int32_t)p->output_token;
+  launch.state_slot = (int32_t)p->state_slot;
+  launch.state_channel = (int32_t)p->state_channel;
+  launch.state_column = (int32_t)p->state_column;
+  launch.snapshot_row = (int32_t)p->snapshot_row;
+  launch.snapshot_token = (int32_t)p->snapshot_token;
+  launch.snapshot_channel = (int32_t)p->snapshot_channel;
+  launch.snapshot_column = (int32_t)p->snapshot_column;
+  launch.l2_eps = p->l2_eps;
   launch.p = *p;
-  launch.state_layout = layout_of(p->state, size, v, p->state_len, &p->state_slot, 1,
-                                  p->state_channel, p->state_column);
-  launch.snapshot_layout =
-      layout_of(p->snapshots, size, v, p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 0,
-                snapshot_outer, 2, p->snapshot_channel, p->snapshot_column);
+  return launch;
+}
+
+static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl, void *stream) {
+  const int v = configs[config].v, t = configs[config].t;
+  FastLaunch launch = fast_launch(p, v);
   const unsigned groups = (unsigned)((p->num_tokens + t - 1) / t);
   const dim3 block((unsigned)(FAST_HEAD_DIM / v), groups);
   const dim3 grid((unsigned)(p->n_seq + (p->cu_seqlens ? 1 : 0)),
@@ -162,8 +211,7 @@ static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl
 
 static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *stream) {
   const int64_t others = p->d_inner - p->qk_channels;
-  const int64_t units =
-      p->qk_channels / p->head_dim + (others + UNIT_CHANNELS - 1) / UNIT_CHANNELS;
+  const int64_t units = p->qk_channels / p->head_dim + (others + UNIT_CHANNELS - 1) / UNIT_CHANNELS;
   const int64_t most = 1 << 20;
   const int64_t pairs = (p->n_seq + 1) > most / units ? most : (p->n_seq + 1) * units;
   gdn_verify_problem argument = *p;
@@ -174,8 +222,8 @@ static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *s
 /* A configuration that cannot run this call gives way to the heuristic's. -1: the general kernel. */
 static int fast_config(const gdn_verify_problem *p, int64_t asked) {
   if (!fast_shape(p)) return -1;
-  const int config = asked >= 0 && config_fits((int)asked, p->num_tokens) ? (int)asked
-                                                                          : choose_config(p);
+  const int config =
+      asked >= 0 && config_fits((int)asked, p->num_tokens) ? (int)asked : choose_config(p);
   if (config < 0 || rows_fit(p, configs[config].v)) return config;
   for (int i = 0; i < NUM_CONFIGS; ++i)
     if (configs[i].v == 1 && config_fits(i, p->num_tokens)) return i;
