@@ -99,8 +99,7 @@ static gdn_verify_status fail_dtype(gdn_verify_error *err, const char *name,
   char allowed[64];
   size_t used = 0;
   for (int dtype = 0; dtype <= GDN_VERIFY_INT32; dtype++) {
-    if (!(dtypes & DTYPE(dtype)))
-      continue;
+    if (!(dtypes & DTYPE(dtype))) continue;
     used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", used ? " or " : "",
                              dtype_name(dtype));
   }
@@ -164,8 +163,7 @@ gdn_verify_status gdn_verify_fail_shared(gdn_verify_error *err, const char *name
 gdn_verify_status gdn_verify_check_distinct(gdn_verify_error *err, const char *name,
                                             const gdn_verify_tensor *t) {
   char sizes[128], strides[128];
-  if (!gdn_verify_tensor_overlaps_itself(t))
-    return GDN_VERIFY_OK;
+  if (!gdn_verify_tensor_overlaps_itself(t)) return GDN_VERIFY_OK;
   return INVALID(err,
                  "%s must not overlap itself, but with shape %s and strides %s several of its "
                  "elements are one",

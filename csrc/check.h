@@ -10,11 +10,10 @@
 #include "overlap.h"
 #include "problem.h"
 
-#define TRY(check)                             \
-  do {                                         \
-    const gdn_verify_status status_ = (check); \
-    if (status_ != GDN_VERIFY_OK)              \
-      return status_;                          \
+#define TRY(check)                                \
+  do {                                            \
+    const gdn_verify_status status_ = (check);    \
+    if (status_ != GDN_VERIFY_OK) return status_; \
   } while (0)
 
 #define INVALID(err, ...) gdn_verify_fail(err, GDN_VERIFY_INVALID, __VA_ARGS__)

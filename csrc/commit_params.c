@@ -10,13 +10,10 @@
 #include <string.h>
 
 static int same_layout(const gdn_verify_tensor *t, const gdn_verify_tensor *first) {
-  if (t->ndim != first->ndim || t->dtype != first->dtype)
-    return 0;
+  if (t->ndim != first->ndim || t->dtype != first->dtype) return 0;
   for (int k = 0; k < t->ndim; k++) {
-    if (t->shape[k] != first->shape[k])
-      return 0;
-    if (t->shape[k] > 1 && t->stride[k] != first->stride[k])
-      return 0;
+    if (t->shape[k] != first->shape[k]) return 0;
+    if (t->shape[k] > 1 && t->stride[k] != first->stride[k]) return 0;
   }
   return 1;
 }
@@ -43,8 +40,7 @@ static gdn_verify_status check_tensors(const gdn_verify_commit_params *p,
   const gdn_verify_tensor *state = p->conv_states, *snapshots = p->snapshots;
   const int64_t rows = gdn_verify_is_present(&p->inter_indices) ? ANY : AT_LEAST(q->n_seq);
   gdn_verify_expected e = {"n_slots, D, S", ANY_FLOAT, 3, {ANY, ANY, ANY}};
-  if (!gdn_verify_is_present(&p->conv_state_indices))
-    e.size[0] = AT_LEAST(q->n_seq);
+  if (!gdn_verify_is_present(&p->conv_state_indices)) e.size[0] = AT_LEAST(q->n_seq);
   TRY(gdn_verify_check_tensor(err, "conv_states[0]", state, &e));
   TRY(check_layers(err, "conv_states", "n_slots, D, S", state, p->n_layers));
   const int64_t d_inner = state->shape[1], state_len = state->shape[2];
@@ -99,8 +95,7 @@ static gdn_verify_status check_memory(const gdn_verify_commit_params *p, gdn_ver
   int64_t i, k;
   TRY(gdn_verify_check_distinct(err, "conv_states[0]", &p->conv_states[0]));
   for (int list = 0; list < 2; list++) {
-    if (!gdn_verify_lists_overlap(p->conv_states, lists[list], p->n_layers, &i, &k))
-      continue;
+    if (!gdn_verify_lists_overlap(p->conv_states, lists[list], p->n_layers, &i, &k)) continue;
     snprintf(name, sizeof name, "conv_states[%" PRId64 "]", i);
     snprintf(other, sizeof other, "%s[%" PRId64 "]", list ? "snapshots" : "conv_states", k);
     return gdn_verify_fail_shared(err, name, other);
@@ -123,8 +118,7 @@ gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params 
                                                  gdn_verify_commit_problem *problem,
                                                  gdn_verify_error *err) {
   gdn_verify_expected e = {"n_seq", DTYPE(GDN_VERIFY_INT32), 1, {ANY}};
-  if (err)
-    err->text[0] = '\0';
+  if (err) err->text[0] = '\0';
   memset(problem, 0, sizeof *problem);
   TRY(gdn_verify_check_tensor(err, "num_accepted", &params->num_accepted, &e));
   e.size[0] = params->num_accepted.shape[0];
@@ -144,8 +138,7 @@ gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params 
   problem->pad_slot_id = params->pad_slot_id;
   if (params->n_layers < 0)
     return INVALID(err, "n_layers must be 0 or more, but is %" PRId64, params->n_layers);
-  if (params->n_layers == 0)
-    return GDN_VERIFY_OK;
+  if (params->n_layers == 0) return GDN_VERIFY_OK;
   TRY(check_tensors(params, problem, err));
   TRY(check_memory(params, err));
   problem->conv_states = params->conv_states;

@@ -40,10 +40,10 @@ extern "C" {
 
 typedef enum gdn_verify_status {
   GDN_VERIFY_OK = 0,
-  GDN_VERIFY_INVALID = 1,   /* an argument is wrong; nothing was written */
-  GDN_VERIFY_BAD_INDEX = 2, /* an index tensor holds a wrong value */
+  GDN_VERIFY_INVALID = 1,     /* an argument is wrong; nothing was written */
+  GDN_VERIFY_BAD_INDEX = 2,   /* an index tensor holds a wrong value */
   GDN_VERIFY_UNSUPPORTED = 3, /* this build or device cannot do it; nothing was written */
-  GDN_VERIFY_CUDA_ERROR = 4 /* the CUDA runtime reported an error */
+  GDN_VERIFY_CUDA_ERROR = 4   /* the CUDA runtime reported an error */
 } gdn_verify_status;
 
 typedef struct gdn_verify_error {
@@ -98,20 +98,20 @@ typedef struct gdn_verify_params {
   gdn_verify_tensor new_input;  /* [n_seq, K, D] or packed [total, D], float; last stride 1 */
   gdn_verify_tensor weight;     /* [D, W], the input's dtype or float32 */
   gdn_verify_tensor output;     /* like new_input, its dtype or float32; written; last stride 1 */
-  gdn_verify_tensor conv_state_inter; /* windows [n_rows, >=K, D, S] or history [n_rows, >=S-1+K, D],
-                                         state dtype; written; may be absent */
-  gdn_verify_tensor bias;                 /* [D], the input's dtype or float32; may be absent */
-  gdn_verify_tensor conv_state_indices;   /* [n_seq] int32, slot of a sequence; may be absent */
-  gdn_verify_tensor inter_indices;        /* [n_seq] int32, row of a sequence; may be absent */
-  gdn_verify_tensor num_accepted_tokens;  /* [n_seq] int32: a > 0 starts from snapshot a - 1 of the
+  /* windows [n_rows, >=K, D, S] or history [n_rows, >=S-1+K, D], state dtype; written; may be absent */
+  gdn_verify_tensor conv_state_inter;
+  gdn_verify_tensor bias;                /* [D], the input's dtype or float32; may be absent */
+  gdn_verify_tensor conv_state_indices;  /* [n_seq] int32, slot of a sequence; may be absent */
+  gdn_verify_tensor inter_indices;       /* [n_seq] int32, row of a sequence; may be absent */
+  gdn_verify_tensor num_accepted_tokens; /* [n_seq] int32: a > 0 starts from snapshot a - 1 of the
                                              sequence's row, 0 from conv_state; may be absent */
-  gdn_verify_tensor cu_seqlens;           /* [n_seq + 1] int32, packed rows; may be absent */
-  gdn_verify_tensor parent_index;         /* [n_seq, K] int32, tree verify; may be absent */
+  gdn_verify_tensor cu_seqlens;          /* [n_seq + 1] int32, packed rows; may be absent */
+  gdn_verify_tensor parent_index;        /* [n_seq, K] int32, tree verify; may be absent */
 
-  int64_t qk_channels; /* channels that are L2-normalised, from channel 0 */
-  int64_t head_dim;    /* channels of one L2 group; divides qk_channels */
-  double l2_eps;       /* rounded once to float32; finite, not negative */
-  int64_t pad_slot_id; /* a slot that is negative or equals this is padding */
+  int64_t qk_channels;    /* channels that are L2-normalised, from channel 0 */
+  int64_t head_dim;       /* channels of one L2 group; divides qk_channels */
+  double l2_eps;          /* rounded once to float32; finite, not negative */
+  int64_t pad_slot_id;    /* a slot that is negative or equals this is padding */
   int64_t max_num_tokens; /* with cu_seqlens: most rows of a sequence; < 0: what snapshots hold;
                              without: 0 or less */
   gdn_verify_activation activation;

@@ -101,8 +101,7 @@ GDN_VERIFY_INLINE float gdn_verify_exp(float x) {
   clamped = clamped > 89.0f ? 89.0f : clamped;
   float rounded;
   const float p = gdn_verify_exp_reduced(clamped, GDN_VERIFY_ROUND, &rounded);
-  const int32_t n =
-      (int32_t)(gdn_verify_to_bits(rounded) - gdn_verify_to_bits(GDN_VERIFY_ROUND));
+  const int32_t n = (int32_t)(gdn_verify_to_bits(rounded) - gdn_verify_to_bits(GDN_VERIFY_ROUND));
   const float scaled = p * gdn_verify_pow2(n >> 1) * gdn_verify_pow2(n - (n >> 1));
   return x != x ? x : scaled;
 }
@@ -169,8 +168,8 @@ GDN_VERIFY_INLINE float gdn_verify_from_float16(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
   /* moves the exponent's bias from 15 to 127; exact, denormals too */
   const float finite = gdn_verify_from_bits(magnitude) * 0x1p+112f;
-  const uint32_t bits = magnitude >= 0x0F800000u ? (magnitude | 0x7F800000u)
-                                                 : gdn_verify_to_bits(finite);
+  const uint32_t bits =
+      magnitude >= 0x0F800000u ? (magnitude | 0x7F800000u) : gdn_verify_to_bits(finite);
   return gdn_verify_from_bits(bits | sign);
 }
 
@@ -181,8 +180,7 @@ GDN_VERIFY_INLINE uint16_t gdn_verify_to_float16(float x) {
   /* below 2^-14: one unit of the result is 2^-24, the last place of numbers in [0.5, 1) */
   const uint32_t denormal =
       gdn_verify_to_bits(gdn_verify_from_bits(magnitude) + 0.5f) - 0x3F000000u;
-  const uint32_t normal =
-      (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  const uint32_t normal = (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
   const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
   uint32_t result = magnitude < 0x38800000u ? denormal : normal;
   result = magnitude >= 0x47800000u ? special : result;

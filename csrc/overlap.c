@@ -34,20 +34,16 @@ static int64_t element_size(const gdn_verify_tensor *tensor) {
   return tensor->dtype == GDN_VERIFY_FLOAT32 || tensor->dtype == GDN_VERIFY_INT32 ? 4 : 2;
 }
 
-static int64_t address(const gdn_verify_tensor *tensor) {
-  return (int64_t)(intptr_t)tensor->data;
-}
+static int64_t address(const gdn_verify_tensor *tensor) { return (int64_t)(intptr_t)tensor->data; }
 
 gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
   int64_t count = 1, reach = 0;
   int empty = 0;
   for (int k = 0; k < tensor->ndim; k++) {
-    if (tensor->shape[k] > MAX_ELEMENTS)
-      return GDN_VERIFY_TOO_LARGE;
+    if (tensor->shape[k] > MAX_ELEMENTS) return GDN_VERIFY_TOO_LARGE;
     empty |= tensor->shape[k] == 0;
   }
-  if (empty)
-    return GDN_VERIFY_MEMORY_OK;
+  if (empty) return GDN_VERIFY_MEMORY_OK;
   for (int k = 0; k < tensor->ndim; k++) {
     int64_t distance;
     if (__builtin_mul_overflow(count, tensor->shape[k], &count) || count > MAX_ELEMENTS ||
@@ -56,10 +52,8 @@ gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
       return GDN_VERIFY_TOO_LARGE;
     reach += distance < 0 ? -distance : distance;
   }
-  if (reach > MAX_ELEMENTS)
-    return GDN_VERIFY_TOO_LARGE;
-  if (!tensor->data)
-    return GDN_VERIFY_NO_DATA;
+  if (reach > MAX_ELEMENTS) return GDN_VERIFY_TOO_LARGE;
+  if (!tensor->data) return GDN_VERIFY_NO_DATA;
   if ((uintptr_t)tensor->data & (uintptr_t)(element_size(tensor) - 1))
     return GDN_VERIFY_NOT_ALIGNED;
   return GDN_VERIFY_MEMORY_OK;
@@ -68,13 +62,10 @@ gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
 gdn_verify_byte_range gdn_verify_tensor_range(const gdn_verify_tensor *tensor) {
   int64_t low = 0, high = 0;
   gdn_verify_byte_range range = {0, 0};
-  if (tensor->ndim == 0)
-    return range; /* absent */
-  if (tensor->ndim == 0)
-    return range;
+  if (tensor->ndim == 0) return range; /* absent */
+  if (tensor->ndim == 0) return range;
   for (int k = 0; k < tensor->ndim; k++) {
-    if (tensor->shape[k] == 0)
-      return range;
+    if (tensor->shape[k] == 0) return range;
     const int64_t distance = (tensor->shape[k] - 1) * tensor->stride[k];
     if (distance < 0)
       low += distance;
@@ -97,15 +88,13 @@ static void add_term(equation *e, int64_t coefficient, int64_t low, int64_t high
     low = turned;
   }
   int k = e->n;
-  while (k > 0 && e->terms[k - 1].coefficient > coefficient)
-    k--;
+  while (k > 0 && e->terms[k - 1].coefficient > coefficient) k--;
   if (k > 0 && e->terms[k - 1].coefficient == coefficient) {
     e->terms[k - 1].low += low;
     e->terms[k - 1].high += high;
     return;
   }
-  for (int m = e->n; m > k; m--)
-    e->terms[m] = e->terms[m - 1];
+  for (int m = e->n; m > k; m--) e->terms[m] = e->terms[m - 1];
   e->terms[k].coefficient = coefficient;
   e->terms[k].low = low;
   e->terms[k].high = high;
@@ -130,14 +119,11 @@ static void join_terms(equation *e) {
   e->n = last + 1;
 }
 
-static int64_t floor_div(int64_t a, int64_t b) {
-  return a / b - (a % b < 0);
-}
+static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
 /* Whether the first n terms can add up to target. */
 static int solvable(const term *terms, int n, int64_t target, int *budget) {
-  if (n == 0)
-    return target == 0;
+  if (n == 0) return target == 0;
   const term *top = &terms[n - 1];
   int64_t rest_low = 0, rest_high = 0;
   for (int k = 0; k < n - 1; k++) {
@@ -146,15 +132,11 @@ static int solvable(const term *terms, int n, int64_t target, int *budget) {
   }
   int64_t x = -floor_div(rest_high - target, top->coefficient);
   int64_t end = floor_div(target - rest_low, top->coefficient);
-  if (x < top->low)
-    x = top->low;
-  if (end > top->high)
-    end = top->high;
+  if (x < top->low) x = top->low;
+  if (end > top->high) end = top->high;
   for (; x <= end; x++) {
-    if (--*budget < 0)
-      return 0;
-    if (solvable(terms, n - 1, target - top->coefficient * x, budget))
-      return 1;
+    if (--*budget < 0) return 0;
+    if (solvable(terms, n - 1, target - top->coefficient * x, budget)) return 1;
   }
   return 0;
 }
@@ -163,30 +145,24 @@ static int solvable(const term *terms, int n, int64_t target, int *budget) {
 static int is_nested(const gdn_verify_tensor *tensor) {
   int64_t reach = 0;
   for (int d = tensor->ndim - 1; d >= 0; d--) {
-    if (tensor->shape[d] <= 1)
-      continue;
+    if (tensor->shape[d] <= 1) continue;
     const int64_t stride = tensor->stride[d] < 0 ? -tensor->stride[d] : tensor->stride[d];
-    if (stride <= reach)
-      return 0;
+    if (stride <= reach) return 0;
     reach += stride * (tensor->shape[d] - 1);
   }
   return 1;
 }
 
 int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
-  if (is_nested(tensor))
-    return 0;
+  if (is_nested(tensor)) return 0;
   term terms[GDN_VERIFY_MAX_DIMS];
   int n = 0;
   for (int d = 0; d < tensor->ndim; d++) {
-    if (tensor->shape[d] == 0)
-      return 0;
-    if (tensor->shape[d] == 1)
-      continue;
+    if (tensor->shape[d] == 0) return 0;
+    if (tensor->shape[d] == 1) continue;
     const int64_t stride = tensor->stride[d] < 0 ? -tensor->stride[d] : tensor->stride[d];
     int k = n++;
-    for (; k > 0 && terms[k - 1].coefficient > stride; k--)
-      terms[k] = terms[k - 1];
+    for (; k > 0 && terms[k - 1].coefficient > stride; k--) terms[k] = terms[k - 1];
     terms[k].coefficient = stride;
     terms[k].low = 1 - tensor->shape[d];
     terms[k].high = tensor->shape[d] - 1;
@@ -197,10 +173,8 @@ int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
   for (int k = 0; k < n; k++) {
     const int64_t stride = terms[k].coefficient;
     for (int64_t x = 1; x <= terms[k].high && x * stride <= reach; x++) {
-      if (--budget < 0)
-        return 0;
-      if (solvable(terms, k, x * stride, &budget))
-        return 1;
+      if (--budget < 0) return 0;
+      if (solvable(terms, k, x * stride, &budget)) return 1;
     }
     reach += stride * terms[k].high;
   }
@@ -215,16 +189,12 @@ static int make_equation(equation *e, const gdn_verify_tensor *a, const gdn_veri
   e->terms[0].low = 1 - size_b;
   e->terms[0].high = size_a - 1;
   for (int k = 0; k < a->ndim; k++) {
-    if (a->shape[k] == 0)
-      return 0;
-    if (a->shape[k] > 1 && a->stride[k])
-      add_term(e, a->stride[k] * size_a, 0, a->shape[k] - 1);
+    if (a->shape[k] == 0) return 0;
+    if (a->shape[k] > 1 && a->stride[k]) add_term(e, a->stride[k] * size_a, 0, a->shape[k] - 1);
   }
   for (int k = 0; k < b->ndim; k++) {
-    if (b->shape[k] == 0)
-      return 0;
-    if (b->shape[k] > 1 && b->stride[k])
-      add_term(e, -b->stride[k] * size_b, 0, b->shape[k] - 1);
+    if (b->shape[k] == 0) return 0;
+    if (b->shape[k] > 1 && b->stride[k]) add_term(e, -b->stride[k] * size_b, 0, b->shape[k] - 1);
   }
   join_terms(e);
   return 1;
@@ -239,8 +209,7 @@ int gdn_verify_tensors_overlap(const gdn_verify_tensor *a, const gdn_verify_tens
 int gdn_verify_lists_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor *b, int64_t count,
                              int64_t *i, int64_t *j) {
   equation e;
-  if (count == 0 || !make_equation(&e, a, b))
-    return 0;
+  if (count == 0 || !make_equation(&e, a, b)) return 0;
   const gdn_verify_byte_range range_a = gdn_verify_tensor_range(a);
   const gdn_verify_byte_range range_b = gdn_verify_tensor_range(b);
   /* the ranges of a[i] and b[j] meet where low < their addresses' difference < high */

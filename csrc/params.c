@@ -29,16 +29,14 @@ static gdn_verify_status check_per_sequence(const validation *v, const char *nam
   if (v->single) {
     e.dims = dims_of(v, e.dims);
     e.ndim--;
-    for (int k = 0; k < e.ndim; k++)
-      e.size[k] = e.size[k + 1];
+    for (int k = 0; k < e.ndim; k++) e.size[k] = e.size[k + 1];
   }
   return gdn_verify_check_tensor(v->err, name, t, &e);
 }
 
 static gdn_verify_status check_absent(const validation *v, const char *name,
                                       const gdn_verify_tensor *t, const char *where) {
-  if (!gdn_verify_is_present(t))
-    return GDN_VERIFY_OK;
+  if (!gdn_verify_is_present(t)) return GDN_VERIFY_OK;
   return INVALID(v->err, "%s must be absent %s, but is given", name, where);
 }
 
@@ -47,8 +45,7 @@ static gdn_verify_status check_absent(const validation *v, const char *name,
 static gdn_verify_status check_op(const validation *v) {
   const gdn_verify_params *p = v->p;
   const char *where = NULL;
-  if (p->op == GDN_VERIFY_OP_BATCHED)
-    return GDN_VERIFY_OK;
+  if (p->op == GDN_VERIFY_OP_BATCHED) return GDN_VERIFY_OK;
   if (p->op == GDN_VERIFY_OP_SINGLE) {
     where = "for one sequence";
     TRY(check_absent(v, "conv_state_indices", &p->conv_state_indices, where));
@@ -91,8 +88,7 @@ static gdn_verify_status check_rows(validation *v) {
     q->total_rows = q->d_inner ? q->n_seq * q->num_tokens : 0; /* fits, since new_input does */
   }
   e.dtypes = DTYPE(q->input_dtype) | DTYPE(GDN_VERIFY_FLOAT32);
-  for (int k = 0; k < e.ndim; k++)
-    e.size[k] = shape[k];
+  for (int k = 0; k < e.ndim; k++) e.size[k] = shape[k];
   TRY(gdn_verify_check_tensor(v->err, "output", &p->output, &e));
   q->output_dtype = p->output.dtype;
   return GDN_VERIFY_OK;
@@ -110,8 +106,7 @@ static gdn_verify_status check_weights(validation *v) {
                    GDN_VERIFY_MIN_D_CONV, GDN_VERIFY_MAX_D_CONV, d_conv);
   q->d_conv = (int32_t)d_conv;
   q->weight_dtype = p->weight.dtype;
-  if (!gdn_verify_is_present(&p->bias))
-    return GDN_VERIFY_OK;
+  if (!gdn_verify_is_present(&p->bias)) return GDN_VERIFY_OK;
   const gdn_verify_expected bias = {"D", dtypes, 1, {q->d_inner}};
   TRY(gdn_verify_check_tensor(v->err, "bias", &p->bias, &bias));
   q->bias_dtype = p->bias.dtype;
@@ -260,8 +255,7 @@ static gdn_verify_status check_numbers(const validation *v) {
 static gdn_verify_status check_unit_stride(const validation *v, const char *name,
                                            const gdn_verify_tensor *t) {
   const int last = t->ndim - 1;
-  if (t->shape[last] <= 1 || t->stride[last] == 1)
-    return GDN_VERIFY_OK;
+  if (t->shape[last] <= 1 || t->stride[last] == 1) return GDN_VERIFY_OK;
   return INVALID(v->err, "%s must have stride 1 in its last dimension, but has %" PRId64, name,
                  t->stride[last]);
 }
@@ -293,8 +287,7 @@ static gdn_verify_status check_memory(const validation *v) {
   for (int i = 0; i < MAX_TENSORS; i++)
     range[i] = gdn_verify_tensor_range(all[i].t); /* of an absent one empty */
   for (int i = 0; i < (write_state ? 3 : 2); i++) {
-    if (range[i].begin == range[i].end)
-      continue;
+    if (range[i].begin == range[i].end) continue;
     TRY(gdn_verify_check_distinct(v->err, all[i].name, all[i].t));
     for (int k = i + 1; k < MAX_TENSORS; k++)
       if (range[i].begin < range[k].end && range[k].begin < range[i].end &&
@@ -365,8 +358,7 @@ gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
                                           gdn_verify_problem *problem, gdn_verify_error *err) {
   validation v = {params, problem, err, params->op == GDN_VERIFY_OP_SINGLE,
                   gdn_verify_is_present(&params->cu_seqlens)};
-  if (err)
-    err->text[0] = '\0';
+  if (err) err->text[0] = '\0';
   memset(problem, 0, sizeof *problem);
   TRY(check_op(&v));
   TRY(check_rows(&v));
@@ -391,8 +383,7 @@ gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
   /* no sequence has more rows than there are, however large max_num_tokens is */
   if (v.ragged && problem->num_tokens > problem->total_rows)
     problem->num_tokens = problem->total_rows;
-  if (problem->num_tokens == 0 || problem->d_inner == 0)
-    problem->n_seq = 0;
+  if (problem->num_tokens == 0 || problem->d_inner == 0) problem->n_seq = 0;
   return GDN_VERIFY_OK;
 }
 

@@ -22,10 +22,10 @@ typedef enum gdn_verify_snapshot_kind {
 /* Strides are in elements of the tensor that they belong to. Absent tensors have a null pointer,
  * and only they have: a problem with nothing to do has n_seq 0. */
 typedef struct gdn_verify_problem {
-  int64_t n_seq;       /* C */
-  int64_t num_tokens;  /* K; with cu_seqlens the most rows of a sequence */
-  int64_t total_rows;  /* rows of input and output over all sequences */
-  int64_t d_inner;     /* D */
+  int64_t n_seq;      /* C */
+  int64_t num_tokens; /* K; with cu_seqlens the most rows of a sequence */
+  int64_t total_rows; /* rows of input and output over all sequences */
+  int64_t d_inner;    /* D */
   int64_t qk_channels;
   int64_t head_dim;
   int64_t n_slots;
@@ -59,8 +59,8 @@ typedef struct gdn_verify_problem {
   int64_t parent_seq, parent_token;
 
   float l2_eps;
-  int32_t d_conv;    /* W */
-  int32_t state_len; /* S */
+  int32_t d_conv;                                                           /* W */
+  int32_t state_len;                                                        /* S */
   int32_t input_dtype, weight_dtype, bias_dtype, output_dtype, state_dtype; /* gdn_verify_dtype */
   int32_t snapshot_kind; /* gdn_verify_snapshot_kind */
   int32_t activation;    /* gdn_verify_activation */
@@ -71,7 +71,7 @@ typedef struct gdn_verify_problem {
 typedef struct gdn_verify_commit_problem {
   const gdn_verify_tensor *conv_states; /* n_layers; host array of the caller */
   const gdn_verify_tensor *snapshots;   /* n_layers */
-  int64_t n_layers; /* 0 where there is nothing to do */
+  int64_t n_layers;                     /* 0 where there is nothing to do */
   int64_t n_seq;
   int64_t d_inner;
   int64_t n_slots;
@@ -114,8 +114,8 @@ gdn_verify_status gdn_verify_check_commit_indices(const gdn_verify_commit_proble
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
-gdn_verify_status
-gdn_verify_fail(gdn_verify_error *err, gdn_verify_status status, const char *format, ...);
+gdn_verify_status gdn_verify_fail(gdn_verify_error *err, gdn_verify_status status,
+                                  const char *format, ...);
 
 /* BAD_INDEX with the sentence for sequence `seq` and the gdn_verify_verdict found for it. */
 gdn_verify_status gdn_verify_fail_index(gdn_verify_error *err, int64_t seq, int32_t verdict);
