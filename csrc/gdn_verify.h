@@ -160,6 +160,52 @@ gdn_verify_status gdn_verify_commit_cpu(const gdn_verify_commit_params *params,
 gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params, void *stream,
                                          gdn_verify_error *err);
 
+/* ---- the tuned table ------------------------------------------------------------------------- */
+
+/* What gdn_verify_conv_cuda launches with config -1: the table's configuration of the call, where
+ * it has one, and a heuristic's where not. The table is empty until it is loaded and belongs to the
+ * process. Only calls that have a choice are looked up: d_conv 4, head_dim 128, bfloat16 or float16,
+ * no tree; the others run the one kernel there is. */
+
+typedef enum gdn_verify_snapshot_kind {
+  GDN_VERIFY_NO_SNAPSHOTS = 0,
+  GDN_VERIFY_WINDOWS = 1,
+  GDN_VERIFY_HISTORY = 2
+} gdn_verify_snapshot_kind;
+
+/* Everything but config is the key, and must be equal for the entry to be taken. */
+typedef struct gdn_verify_tuned {
+  /* token_major: adjacent channels are neighbours in memory: those of the windows; without windows
+   * those of conv_state; without that too it is 1. */
+  int32_t device;      /* CUDA device, as the runtime of this process counts them */
+  int32_t snapshots;   /* gdn_verify_snapshot_kind */
+  int32_t input_dtype; /* gdn_verify_dtype */
+  int32_t state_dtype; /* gdn_verify_dtype */
+  int32_t state_len;   /* S */
+  int32_t token_major; /* 0 or 1 */
+  int32_t rollback;    /* 1 where num_accepted_tokens is given */
+  int32_t pdl;         /* 0 or 1 */
+  int32_t config;      /* 0 or more; one that cannot run the call gives way to the heuristic */
+  int64_t d_inner;
+  int64_t qk_channels;
+  int64_t n_seq;
+  int64_t num_tokens; /* with cu_seqlens the most rows of a sequence */
+} gdn_verify_tuned;
+
+/* Replaces the whole table by n entries, which are copied; the later of two with one key counts, and
+ * n = 0 empties it. May run at any time beside launches, which never wait: tables that were replaced
+ * stay in memory for good, some 100 bytes an entry. GDN_VERIFY_INVALID where an entry is wrong. */
+gdn_verify_status gdn_verify_load_tuned(const gdn_verify_tuned *entries, int64_t n,
+                                        gdn_verify_error *err);
+
+/* The table's configuration of this call on CUDA device `device`; -1 where it has none, and for
+ * params that are wrong or have nothing to do. In every build. */
+int gdn_verify_tuned_config(const gdn_verify_params *params, int device);
+
+/* The configuration that gdn_verify_conv_cuda launches this call with on the current device; -1 where
+ * the call has no choice, is wrong or has nothing to do, and in a build without CUDA. */
+int gdn_verify_chosen_config(const gdn_verify_params *params);
+
 /* ---- about this build ------------------------------------------------------------------------ */
 
 /* 1 where the CUDA backend was compiled in. */
@@ -170,6 +216,10 @@ const char *gdn_verify_cuda_archs(void);
 
 /* Launch configurations of the CUDA backend: config takes -1 .. this - 1. 0 without CUDA. */
 int gdn_verify_num_configs(void);
+
+/* Their names in order, separated by blanks; "" without CUDA. A table that was measured with another
+ * list means other configurations. */
+const char *gdn_verify_configs(void);
 
 /* SIMD level of the CPU backend: "baseline", "avx2", "avx512" on x86-64; "baseline" elsewhere.
  * gdn_verify_set_cpu_level chooses one by name for the whole process and returns 0, or -1 where

@@ -22,3 +22,10 @@ int gdn_verify_has_cuda(void) { return 0; }
 const char *gdn_verify_cuda_archs(void) { return ""; }
 
 int gdn_verify_num_configs(void) { return 0; }
+
+const char *gdn_verify_configs(void) { return ""; }
+
+int gdn_verify_chosen_config(const gdn_verify_params *params) {
+  (void)params;
+  return -1;
+}

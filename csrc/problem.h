@@ -13,12 +13,6 @@
 #include "gdn_verify.h"
 #include "numerics.h"
 
-typedef enum gdn_verify_snapshot_kind {
-  GDN_VERIFY_NO_SNAPSHOTS = 0,
-  GDN_VERIFY_WINDOWS = 1,
-  GDN_VERIFY_HISTORY = 2
-} gdn_verify_snapshot_kind;
-
 /* Strides are in elements of the tensor that they belong to. Absent tensors have a null pointer,
  * and only they have: a problem with nothing to do has n_seq 0. */
 typedef struct gdn_verify_problem {

@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace py = pybind11;
@@ -228,6 +229,21 @@ Float32 sum_squares(const py::array &x) {
   return out;
 }
 
+// ---- the tuned table ----------------------------------------------------------------------------
+
+// In the order of gdn_verify_tuned's fields.
+using TunedEntry = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t,
+                              int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
+
+void load_tuned(const std::vector<TunedEntry> &entries) {
+  std::vector<gdn_verify_tuned> table;
+  for (const TunedEntry &entry : entries)
+    table.push_back(std::apply([](auto... fields) { return gdn_verify_tuned{fields...}; }, entry));
+  gdn_verify_error err{};
+  raise_unless_ok(gdn_verify_load_tuned(table.data(), static_cast<int64_t>(table.size()), &err),
+                  err);
+}
+
 // ---- about this build ---------------------------------------------------------------------------
 
 py::list cpu_levels() {
@@ -249,6 +265,7 @@ py::dict build_info() {
   info["has_cuda"] = gdn_verify_has_cuda() != 0;
   info["cuda_archs"] = gdn_verify_cuda_archs();
   info["num_configs"] = gdn_verify_num_configs();
+  info["configs"] = gdn_verify_configs();
   info["cpu_level"] = gdn_verify_cpu_level();
   info["compiler"] = __VERSION__;
   return info;
@@ -288,6 +305,8 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.def("exp", &map_array<gdn_verify_exp_array>, py::arg("x"));
   m.def("silu", &map_array<gdn_verify_silu_array>, py::arg("x"));
   m.def("sum_squares", &sum_squares, py::arg("x"));
+
+  m.def("load_tuned", &load_tuned, py::arg("entries"));
 
   m.def("version", [] { return GDN_VERIFY_VERSION; });
   m.def("build_info", &build_info);

@@ -7,6 +7,7 @@
 #include "cuda_host.h"
 #include "general.cuh"
 #include "token_parallel.cuh"
+#include "tuned.h"
 
 #ifndef GDN_VERIFY_CUDA_ARCHS
 #define GDN_VERIFY_CUDA_ARCHS "unknown"
@@ -219,9 +220,19 @@ static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *s
                        0, pdl, stream, &argument);
 }
 
-/* A configuration that cannot run this call gives way to the heuristic's. -1: the general kernel. */
-static int fast_config(const gdn_verify_problem *p, int64_t asked) {
+/* What the tuned table has for this call, -1 where it has nothing. */
+static int tuned_config(const gdn_verify_problem *p, bool pdl) {
+  int device = 0;
+  if (!gdn_verify_has_tuned() || cudaGetDevice(&device) != cudaSuccess) return -1;
+  const int config = gdn_verify_find_tuned(p, device, pdl);
+  return config < NUM_CONFIGS ? config : -1;
+}
+
+/* The caller's choice, or the table's, or the heuristic's; a configuration that cannot run this call
+ * gives way to the heuristic's. -1: the general kernel. */
+static int fast_config(const gdn_verify_problem *p, int64_t asked, bool pdl) {
   if (!fast_shape(p)) return -1;
+  if (asked < 0) asked = tuned_config(p, pdl);
   const int config =
       asked >= 0 && config_fits((int)asked, p->num_tokens) ? (int)asked : choose_config(p);
   if (config < 0 || rows_fit(p, configs[config].v)) return config;
@@ -240,7 +251,7 @@ extern "C" gdn_verify_status gdn_verify_conv_cuda(const gdn_verify_params *param
     if (status != GDN_VERIFY_OK) return status;
   }
   const bool pdl = params->pdl != 0;
-  const int config = fast_config(&problem, params->config);
+  const int config = fast_config(&problem, params->config, pdl);
   const cudaError_t error = config >= 0 ? launch_fast(&problem, config, pdl, stream)
                                         : launch_general(&problem, pdl, stream);
   return error == cudaSuccess ? GDN_VERIFY_OK : gdn_verify_fail_cuda(err, "the launch", error);
@@ -249,3 +260,17 @@ extern "C" gdn_verify_status gdn_verify_conv_cuda(const gdn_verify_params *param
 extern "C" int gdn_verify_has_cuda(void) { return 1; }
 extern "C" const char *gdn_verify_cuda_archs(void) { return GDN_VERIFY_CUDA_ARCHS; }
 extern "C" int gdn_verify_num_configs(void) { return NUM_CONFIGS; }
+
+extern "C" const char *gdn_verify_configs(void) {
+#define X(v, t) " " #v "x" #t
+  static const char names[] = FOR_EACH_CONFIG(X);
+#undef X
+  return names + 1;
+}
+
+extern "C" int gdn_verify_chosen_config(const gdn_verify_params *params) {
+  gdn_verify_problem problem;
+  if (gdn_verify_make_problem(params, &problem, NULL) != GDN_VERIFY_OK || problem.n_seq == 0)
+    return -1;
+  return fast_config(&problem, params->config, params->pdl != 0);
+}

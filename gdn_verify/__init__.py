@@ -7,7 +7,15 @@ Importing this package loads the operators `torch.ops.gdn.*`. Without torch, `gd
 from importlib import metadata
 from typing import Any
 
-__all__ = ["__version__", "history_windows", "verify_conv"]
+__all__ = [
+    "__version__",
+    "autotune",
+    "call_shapes",
+    "history_windows",
+    "load_tuned",
+    "tune",
+    "verify_conv",
+]
 
 try:
     __version__ = metadata.version("gdn-verify")
@@ -16,6 +24,9 @@ except metadata.PackageNotFoundError:  # a checkout on the path that was never i
 
 try:
     from .ops import history_windows, verify_conv
+    from .tuned import load_tuned
+
+    from .autotune import autotune, call_shapes, tune  # isort: skip  (the function hides the module)
 except ImportError as error:  # no torch, or no library for it: say so when it is asked for
     _reason = str(error)
 

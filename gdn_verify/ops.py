@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from . import tuned
 
 __all__ = ["history_windows", "verify_conv"]
 
@@ -40,6 +43,8 @@ def _register_fake(name: str, first: str) -> None:
         _lower_storage_offset()
         arguments = dict(zip(names, args, strict=False), **options)
         device = arguments[first].device
+        if device.type == "cuda":  # a compiled call does not come by verify_conv
+            tuned.load_once()
         for argument, value in arguments.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Tensor) and item.device != device:
@@ -168,6 +173,7 @@ def verify_conv(
       (the rows of padding and of tokens that a sequence does not have) is left uninitialised.
       `snapshots` is not looked at when `conv_state_inter` is given.
 
+    The first call on a CUDA device loads what was tuned before (see `gdn_verify.autotune`).
     Writes the committed window into `conv_state` (unless `update_state` is False or `parent_index`
     is given) and returns `(output, conv_state_inter)`. There is no backward.
     """
@@ -213,6 +219,17 @@ def verify_conv(
         "config": config,
         "pdl": pdl,
     }
+    if not is_dynamo_compiling() and tuned.on_call is not None and new_input.is_cuda:
+        tuned.on_call(
+            conv_state,
+            new_input,
+            weight,
+            output,
+            conv_state_inter,
+            qk_channels,
+            head_dim,
+            options,
+        )
     torch.ops.gdn.verify_fused_conv_kn_batched.default(
         conv_state,
         new_input,
