@@ -1,72 +1,62 @@
-"""The floors: an empty launch, and a tuned copy kernel that moves given numbers of bytes.
-
-Compiles floor.cu with nvcc for the current device on first use.
-"""
+"""The floors: an empty launch, and a tuned copy kernel that moves given numbers of bytes."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
+import compiled
 import torch
 
 from gdn_verify import timing
 
-SOURCE = Path(__file__).with_name("floor.cu")
+# (threads a block, steps of 16 bytes a thread) that the copy is tuned over.
 SHAPES = [(threads, steps) for threads in (128, 256, 512) for steps in (1, 2, 4)]
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    major, minor = torch.cuda.get_device_capability()
-    target = Path(tempfile.mkdtemp(prefix="gdn_verify_floor_")) / "floor.so"
-    arch = f"arch=compute_{major}{minor},code=sm_{major}{minor}"
-    command = ["nvcc", "-O3", "-shared", "-Xcompiler", "-fPIC", "-gencode", arch]
-    subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
-
-
-def _stream() -> ctypes.c_void_p:
-    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
 def empty(pdl: bool) -> None:
     """One launch of a kernel that does nothing."""
-    if library().floor_empty(int(pdl), _stream()):
-        raise RuntimeError("the empty launch failed")
+    compiled.check(compiled.library("floor.cu").floor_empty(int(pdl), compiled.stream()))
 
 
 def copy(
     to: torch.Tensor, source: torch.Tensor, read_bytes: int, threads: int, steps: int, pdl: bool
 ) -> None:
     """Reads `read_bytes` of `source`, writes all of `to`; byte tensors, sizes multiples of 16."""
-    if library().floor_copy(
-        ctypes.c_void_p(to.data_ptr()),
-        ctypes.c_int64(to.numel()),
-        ctypes.c_void_p(source.data_ptr()),
-        ctypes.c_int64(read_bytes),
-        threads,
-        steps,
-        int(pdl),
-        _stream(),
-    ):
-        raise RuntimeError("the copy's launch failed")
+    compiled.check(
+        compiled.library("floor.cu").floor_copy(
+            compiled.pointer(to),
+            ctypes.c_int64(to.numel()),
+            compiled.pointer(source),
+            ctypes.c_int64(read_bytes),
+            threads,
+            steps,
+            int(pdl),
+            compiled.stream(),
+        )
+    )
 
 
-def time_copy(read_bytes: int, write_bytes: int, pdl: bool, shapes=SHAPES) -> float:
-    """Microseconds of the best launch shape of the copy, buffers rotated past the L2."""
+def time_copy(read_bytes: int, write_bytes: int, pdl: bool, *, warm: bool = False) -> timing.Timing:
+    """The best launch shape of the copy, buffers rotated past the L2, or one set of them (warm).
+
+    The kernel cannot read more than it writes; what would be read beyond that is left out, which
+    makes the floor lower, never higher.
+    """
     device = torch.device("cuda")
-    sets = timing.cold_sets(read_bytes + write_bytes, device)
-    sources = [torch.ones(read_bytes, dtype=torch.uint8, device=device) for _ in range(sets)]
-    targets = [torch.empty(write_bytes, dtype=torch.uint8, device=device) for _ in range(sets)]
+    sets = 1 if warm else timing.cold_sets(read_bytes + write_bytes, device)[0]
+    read_bytes = min(read_bytes, write_bytes)
+    sources = torch.ones(sets, read_bytes, dtype=torch.uint8, device=device)
+    targets = torch.empty(sets, write_bytes, dtype=torch.uint8, device=device)
 
     def call(i: int, threads: int, steps: int) -> Callable[[], None]:
-        return lambda: copy(targets[i], sources[i], read_bytes, threads, steps, pdl)
+        to, source = targets[i], sources[i]
+        return lambda: copy(to, source, read_bytes, threads, steps, pdl)
 
-    return min(
-        timing.time_graph([call(i, *shape) for i in range(sets)]).median_us for shape in shapes
-    )
+    return min(timing.time_graph([call(i, *shape) for i in range(sets)]) for shape in SHAPES)
+
+
+def copy_ceiling() -> float:
+    """GB/s of a large copy, read and written: what the fractions are of."""
+    size = 1 << 29
+    return 2 * size / time_copy(size, size, False).median_us / 1e3

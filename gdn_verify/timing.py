@@ -25,6 +25,8 @@ COLD_FACTOR = 2
 MIN_OPERATIONS = 48
 # And not many more than this, which take a second to capture. Only toy layers need more to be cold.
 MAX_OPERATIONS = 1 << 14
+# As many launches fit a stream's queue with room to spare; a launch into a full one waits.
+MAX_QUEUED = 256
 
 
 class Timing(NamedTuple):
@@ -82,6 +84,34 @@ def time_graph(
     marks[-1].synchronize()
     per_call = 1e3 / (rounds * len(calls))
     return _summary([a.elapsed_time(b) * per_call for a, b in itertools.pairwise(marks)])
+
+
+def time_eager(
+    calls: Sequence[Callable[[], None]], *, operations: int = 1, samples: int = 15
+) -> tuple[Timing, Timing]:
+    """Times `calls`, taken in turn, outside of graphs: on the device, and the host's own time.
+
+    The host's is that of issuing a call on a stream that is not waited for; the device's is that
+    between events around a run of calls, so that it is the host's where that is the longer.
+    """
+    count = max(1, MAX_QUEUED // operations)
+    run = [calls[i % len(calls)] for i in range(count)]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    device, host = [], []
+    for call in run:
+        call()
+    for _ in range(samples):
+        torch.cuda.synchronize()
+        begin.record()
+        start = time.perf_counter()
+        for call in run:
+            call()
+        stop = time.perf_counter()
+        end.record()
+        end.synchronize()
+        host.append((stop - start) * 1e6 / count)
+        device.append(begin.elapsed_time(end) * 1e3 / count)
+    return _summary(device), _summary(host)
 
 
 def time_wall(

@@ -1,0 +1,222 @@
+"""The benchmark: the fused operator, what it replaces, what others offer, and the floors.
+
+    python benchmarks/bench_verify.py                     C 1 2 4 8, K 2 4 8 17, everything
+    python benchmarks/bench_verify.py --full              C 1..8, K 2..17 as well, in graphs, cold
+    python benchmarks/bench_verify.py --targets           what the speed targets need, and a verdict
+    python benchmarks/bench_verify.py --sweep             every launch configuration
+    python benchmarks/bench_verify.py --from a.json --compare b.json     measures nothing
+
+Options combine; what two of them need is measured once. --json FILE is written after every row, so
+that an interrupted run leaves what it has. plot.py makes pictures and tables of it. Needs nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # where it is not run as a script
+
+import report
+
+SUBSET = [(c, k) for c in (1, 2, 4, 8) for k in (2, 4, 8, 17)]
+EVERY = [(c, k) for c in range(1, 9) for k in range(2, 18)]
+TARGET_KINDS = ("float32 windows", "bfloat16 windows", "bfloat16 history")
+COLD = ("graph_cold",)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench_verify.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--c", type=int, nargs="+", help="other C")
+    parser.add_argument("--k", type=int, nargs="+", help="other K")
+    parser.add_argument("--model", default="qwen3-next-80b-a3b", help="a layer of models.MODELS")
+    parser.add_argument("--full", action="store_true", help="all 128 points too")
+    parser.add_argument("--targets", action="store_true", help="the speed targets, no more")
+    parser.add_argument("--sweep", action="store_true", help="launch configurations, no more")
+    parser.add_argument("--json", metavar="FILE", help="write the result")
+    parser.add_argument("--compare", metavar="OLD", help="print ratios to an older result")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="report on a written result")
+    return parser.parse_args(arguments)
+
+
+def points_of(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The (C, K) of the detailed part."""
+    cs = args.c or sorted({c for c, _ in SUBSET})
+    ks = args.k or sorted({k for _, k in SUBSET})
+    return [(c, k) for c in cs for k in ks]
+
+
+# ---- what to measure -----------------------------------------------------------------------------
+
+
+def plan_details(plan: Any, shape: Any, points: list[tuple[int, int]], peers: list[Any]) -> None:
+    """Everything, in every way."""
+    import contenders as own
+
+    corners = {(c, k) for c in (points[0][0], points[-1][0]) for k in (points[0][1], points[-1][1])}
+    for c, k in points:
+        for each in (*own.FUSED.values(), *own.BASELINES, *peers):
+            if not each.slow_to_prepare or (c, k) in corners:
+                plan.add(own.Point(shape, c, k, each.kinds[0]), each)
+        for kind, pdl in own.FUSED:
+            plan.add_copy(own.Point(shape, c, k, kind), pdl)
+
+
+def plan_ratios(plan: Any, shape: Any, points: list[tuple[int, int]]) -> None:
+    """The operator and the copy, in graphs, cold."""
+    import contenders as own
+
+    for c, k in points:
+        for kind in TARGET_KINDS:
+            for pdl in (False, True):
+                point = own.Point(shape, c, k, kind)
+                plan.add(point, own.FUSED[kind, pdl], COLD)
+                plan.add_copy(point, pdl, COLD)
+
+
+def plan_full(plan: Any, shape: Any) -> None:
+    """What the maps over all C and K show."""
+    import contenders as own
+
+    plan_ratios(plan, shape, EVERY)
+    for c, k in EVERY:
+        plan.add(own.Point(shape, c, k), own.PER_TOKEN, COLD)
+
+
+def plan_targets(plan: Any, peers: list[Any]) -> None:
+    """What the targets need, besides the figures of `measure_targets`."""
+    import contenders as own
+
+    from gdn_verify.models import Shape
+
+    main = Shape(report.MAIN_D, 4096)
+    plan_ratios(plan, main, EVERY)
+    plan_ratios(plan, main, [(c, k) for c in (16, 32, 64) for k in (2, 4, 8, 17)])
+    for shape in (Shape(10240, 4096), Shape(12288, 4096), Shape(1024, 512), Shape(1280, 512),
+                  Shape(1536, 512)):  # fmt: skip
+        plan_ratios(plan, shape, SUBSET)
+    for c, k in ((1, 2), (1, 17), (8, 2), (8, 17)):
+        for pdl in (False, True):
+            plan.add(own.Point(main, c, k), own.FUSED[own.WINDOWS, pdl], ("eager",))
+        plan.add(own.Point(main, c, k), own.WRAPPER, ("eager",))
+    for each in peers:
+        for c, k in EVERY:
+            plan.add(own.Point(main, c, k), each, COLD)
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def save(path: str | None, result: dict[str, Any]) -> None:
+    """Replaces the file at once, so that it is whole at any time."""
+    if path:
+        temporary = f"{path}.part"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=None, separators=(",", ":"))
+        os.replace(temporary, path)
+
+
+def measure_sweep(result: dict[str, Any], shape: Any, points: list[tuple[int, int]]) -> None:
+    import contenders as own
+    import measure
+
+    for kind in TARGET_KINDS:
+        for c, k in points:
+            result["sweep"].append(measure.sweep(own.Point(shape, c, k, kind), False))
+
+
+def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    import contenders as own
+    import floor
+    import measure
+    import peers
+    import torch
+
+    from gdn_verify.models import MODELS
+
+    torch.manual_seed(0)
+    shape, points = MODELS[args.model], points_of(args)
+    installed, peer_state = peers.load()
+    detailed = not (args.targets or args.sweep) or args.full
+    plan = measure.Plan()
+    if detailed:
+        plan_details(plan, shape, points, installed)
+    if args.full:
+        plan_full(plan, shape)
+    if args.targets:
+        plan_targets(plan, installed)
+    if args.sweep:
+        plan_ratios(plan, shape, points)
+    result: dict[str, Any] = {
+        "machine": measure.machine(arguments),
+        "d_inner": shape.d_inner,
+        "ceiling_gbps": floor.copy_ceiling(),
+        "empty": measure.empty_launches(),
+        "peers": peer_state,
+        "contenders": {
+            each.name + ("" if each.name != "fused" else f", {each.kinds[0]}"): {
+                "does": each.does, "norm": each.norm, "snapshot_bytes": each.snapshot_bytes,
+            }
+            for each in plan.contenders.values() if each
+        },
+        "rows": [],
+        "sweep": [],
+    }  # fmt: skip
+    for row in plan.run():
+        result["rows"].append(row)
+        save(args.json, result)
+    if args.targets or args.sweep:
+        measure_sweep(result, shape, SUBSET if args.targets else points)
+    if args.targets:
+        result["allocations"] = measure.allocations(own.Point(shape, 8, 17))
+        result["cpu"] = measure.cpu_against_memcpy(own.Point(shape, 64, 17))
+    result["machine"]["clocks_after"] = measure.clocks()
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parse(arguments)
+    if args.source:
+        result = json.loads(Path(args.source).read_text(encoding="utf-8"))
+    else:
+        import torch
+
+        from gdn_verify import _core
+
+        if not torch.cuda.is_available() or not _core.build_info()["has_cuda"]:
+            print(
+                "The benchmark needs a CUDA device and gdn_verify built with CUDA; on the CPU, "
+                "`python -m gdn_verify check --device cpu` times both paths.",
+                file=sys.stderr,
+            )
+            return 2  # fmt: skip
+        result = run(args, arguments)
+        save(args.json, result)
+    print(report.show(result, points_of(args)))
+    if result["sweep"]:
+        copies = {
+            (r["d_inner"], r["c"], r["k"], r["kind"], r["pdl"]): r["graph_cold"]["median_us"]
+            for r in result["rows"] if r["contender"] == report.COPY and "graph_cold" in r
+        }  # fmt: skip
+        print("\nlaunch configurations\n" + report.sweep_table(result["sweep"], copies))
+    if args.compare:
+        old = json.loads(Path(args.compare).read_text(encoding="utf-8"))
+        print("\n" + report.compare(old, result))
+    targets = report.evaluate(result)
+    if args.targets or args.source:
+        print("\ntargets\n" + "\n".join(map(report.show_target, targets)))
+    failed = [row for row in result["rows"] if row.get("differs") or "error" in row]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
