@@ -74,9 +74,11 @@ def call_shapes(
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, but it must be one of {allowed}")
-    rest = (input_dtype, state_dtype, state_len, token_major, rollback, pdl)
+    layout = (input_dtype, state_dtype, state_len, token_major)
     return [
-        CallShape(model.d_inner, model.qk_channels, c, k, kind, *rest)
+        CallShape(
+            model.d_inner, model.qk_channels, c, k, kind, *layout, rollback and kind != "none", pdl
+        )
         for kind, c, k in product(snapshots, n_seq, num_tokens)
     ]
 

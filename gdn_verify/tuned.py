@@ -175,6 +175,11 @@ def cache_file() -> Path | None:
     return Path(folder).absolute() / "tuned.json"
 
 
+def configs() -> list[str]:
+    """The names of the launch configurations of this build."""
+    return _core.build_info()["configs"].split()
+
+
 def _versions() -> dict[str, Any]:
     info = _core.build_info()
     return {"format": FORMAT, "version": info["version"], "configs": info["configs"]}
