@@ -2,7 +2,8 @@
  *
  * Draws calls at random (shapes, dtypes, layouts, options; seeded, so every run is the same), gives
  * every tensor memory of exactly its size, and compares bytes: the batched operator against one
- * single-sequence call per sequence, whatever the threads. Then commit, and calls that must fail.
+ * single-sequence call per sequence, whatever the threads. Then commit, calls that must fail, and the
+ * tuned table, which is replaced while others look into it.
  *
  *   test_core [calls]     prints one line, exits with 1 on the first difference
  */
@@ -390,6 +391,64 @@ static void check_errors(source *random) {
   release(&p);
 }
 
+/* ---- the tuned table ------------------------------------------------------------------------- */
+
+#define TUNED 64 /* entries: n_seq 1 .. 64, config n_seq */
+
+static void load_tuned(int64_t count) {
+  gdn_verify_tuned entries[TUNED];
+  gdn_verify_error err;
+  memset(entries, 0, sizeof entries);
+  for (int32_t i = 0; i < TUNED; ++i) {
+    entries[i].snapshots = GDN_VERIFY_NO_SNAPSHOTS;
+    entries[i].input_dtype = entries[i].state_dtype = GDN_VERIFY_BFLOAT16;
+    entries[i].state_len = 4;
+    entries[i].config = i + 1;
+    entries[i].d_inner = 16;
+    entries[i].qk_channels = 8;
+    entries[i].n_seq = i + 1;
+    entries[i].num_tokens = 3;
+  }
+  CHECK(gdn_verify_load_tuned(entries, count, &err) == GDN_VERIFY_OK);
+}
+
+static void look_up(source *random, int64_t n_seq, int64_t least) { /* `least` entries at least */
+  gdn_verify_params p;
+  memset(&p, 0, sizeof p);
+  p.new_input = drawn(random, GDN_VERIFY_BFLOAT16, 3, n_seq, 3, 16, 0, 0);
+  p.output = drawn(random, GDN_VERIFY_BFLOAT16, 3, n_seq, 3, 16, 0, 0);
+  p.weight = drawn(random, GDN_VERIFY_BFLOAT16, 2, 16, 4, 0, 0, 0);
+  p.conv_state = drawn(random, GDN_VERIFY_BFLOAT16, 3, n_seq, 16, 4, 0, 0);
+  p.qk_channels = 8;
+  p.head_dim = 4;
+  p.pad_slot_id = p.config = p.max_num_tokens = -1;
+  const int config = gdn_verify_tuned_config(&p, 0);
+  CHECK(config == n_seq || (config == -1 && n_seq > least));
+  CHECK(gdn_verify_tuned_config(&p, 1) == -1);
+  p.pdl = 1;
+  CHECK(gdn_verify_tuned_config(&p, 0) == -1);
+  release(&p);
+}
+
+static void *look_up_often(void *seed) {
+  source random = {*(const uint64_t *)seed};
+  for (int i = 0; i < 500; ++i) look_up(&random, 1 + draw(&random, TUNED + 1), TUNED / 2);
+  return NULL;
+}
+
+static void check_tuned(source *random) {
+  uint64_t seeds[2] = {4, 5};
+  pthread_t threads[2];
+  look_up(random, 1, 0); /* before any table */
+  load_tuned(TUNED);
+  for (int i = 0; i < 2; ++i) CHECK(!pthread_create(&threads[i], NULL, look_up_often, &seeds[i]));
+  for (int i = 0; i < 50; ++i) load_tuned(i % 2 ? TUNED : TUNED / 2);
+  for (int i = 0; i < 2; ++i) CHECK(!pthread_join(threads[i], NULL));
+  for (int64_t n_seq = 1; n_seq <= TUNED; ++n_seq) look_up(random, n_seq, TUNED);
+  load_tuned(0);
+  look_up(random, 1, 0);
+}
+
 /* ---- */
 
 static int g_calls = 1000;
@@ -407,6 +466,7 @@ int main(int argc, char **argv) {
   for (; g_call < g_calls; ++g_call) check_call(&random);
   check_commit(&random);
   check_errors(&random);
+  check_tuned(&random);
   pthread_t threads[2]; /* all functions may be called from any number of threads at once */
   for (int i = 0; i < 2; ++i) CHECK(!pthread_create(&threads[i], NULL, check_calls, &seeds[i]));
   for (int i = 0; i < 2; ++i) CHECK(!pthread_join(threads[i], NULL));
