@@ -18,7 +18,8 @@ CFLAGS_CORE := -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math
 WARNINGS    := -Wall -Wextra -Wconversion -Wshadow -Wc++-compat -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-slow lint format asan ubsan tsan cuda sdist wheel package clean
+.PHONY: help build demo bench test test-slow lint format asan ubsan tsan cuda sdist wheel package \
+    clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +42,9 @@ build: $(BUILT) ## make the environment and build the package in place (editable
 
 demo: $(BUILT) ## build, then check every (C, K) on real input and print the table
 	$(PY) -m gdn_verify check $(ARGS)
+
+bench: $(BUILT) ## build, then run the benchmark on the GPU; ARGS="--full --targets --json FILE"
+	$(PY) benchmarks/bench_verify.py $(ARGS)
 
 test: $(BUILT) ## build, then run the tests (those that need a GPU skip themselves without one)
 	$(PY) -m pytest $(ARGS)
@@ -88,7 +92,8 @@ format: $(BUILT) ## format Python and C
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CLANG_FORMATTED)
 
-CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) $(wildcard tests/c/*.c)
+CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
+    $(wildcard tests/c/*.c benchmarks/*.cu)
 
 # ---- packages ----
 

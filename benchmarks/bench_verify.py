@@ -6,8 +6,8 @@
     python benchmarks/bench_verify.py --sweep             every launch configuration
     python benchmarks/bench_verify.py --from a.json --compare b.json     measures nothing
 
-Options combine; what two of them need is measured once. --json FILE is written after every row, so
-that an interrupted run leaves what it has. plot.py makes pictures and tables of it. Needs nvcc.
+Options combine; what two of them need is measured once. --json FILE is written every ten seconds,
+so that an interrupted run leaves what it has. plot.py makes pictures and tables of it. Needs nvcc.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SUBSET = [(c, k) for c in (1, 2, 4, 8) for k in (2, 4, 8, 17)]
 EVERY = [(c, k) for c in range(1, 9) for k in range(2, 18)]
 TARGET_KINDS = ("float32 windows", "bfloat16 windows", "bfloat16 history")
 COLD = ("graph_cold",)
+SAVE_SECONDS = 10
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -41,6 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all 128 points too")
     parser.add_argument("--targets", action="store_true", help="the speed targets, no more")
     parser.add_argument("--sweep", action="store_true", help="launch configurations, no more")
+    parser.add_argument("--tuned", action="store_true", help="with what `gdn_verify tune` found")
     parser.add_argument("--json", metavar="FILE", help="write the result")
     parser.add_argument("--compare", metavar="OLD", help="print ratios to an older result")
     parser.add_argument("--from", dest="source", metavar="FILE", help="report on a written result")
@@ -140,9 +143,11 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     import peers
     import torch
 
+    from gdn_verify import tuned
     from gdn_verify.models import MODELS
 
     torch.manual_seed(0)
+    tuned_entries = tuned.load_tuned() if args.tuned else tuned.use({})
     shape, points = MODELS[args.model], points_of(args)
     installed, peer_state = peers.load()
     detailed = not (args.targets or args.sweep) or args.full
@@ -158,6 +163,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "machine": measure.machine(arguments),
         "d_inner": shape.d_inner,
+        "tuned_entries": tuned_entries,
         "ceiling_gbps": floor.copy_ceiling(),
         "empty": measure.empty_launches(),
         "peers": peer_state,
@@ -170,9 +176,12 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "rows": [],
         "sweep": [],
     }  # fmt: skip
+    saved = time.perf_counter()
     for row in plan.run():
         result["rows"].append(row)
-        save(args.json, result)
+        if time.perf_counter() - saved > SAVE_SECONDS:
+            save(args.json, result)
+            saved = time.perf_counter()
     if args.targets or args.sweep:
         measure_sweep(result, shape, SUBSET if args.targets else points)
     if args.targets:

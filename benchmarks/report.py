@@ -1,8 +1,8 @@
 """Turns measured rows into tables, targets and estimates. Needs neither torch nor a GPU.
 
-A result is what bench_verify.py writes: machine, d_inner, ceiling_gbps, empty, peers, contenders,
-rows (see measure.py), sweep, allocations, cpu. A ratio is always to the copy of the same bytes
-under the same launch attributes, cold, in a graph.
+A result is what bench_verify.py writes: machine, d_inner, tuned_entries, ceiling_gbps, empty,
+peers, contenders, rows (see measure.py), sweep, allocations, cpu. A ratio is always to the copy of
+the same bytes under the same launch attributes, cold, in a graph.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ def show(result: Result, points: list[tuple[int, int]]) -> str:
     machine, out = result["machine"], []
     out.append(f"{machine['device']}, CUDA {machine['cuda']}, torch {machine['torch']}")
     out.append(f"clocks: {machine['clocks']}")
+    out.append(f"tuned configurations loaded: {result['tuned_entries']} (0: the untuned choice)")
     out.append(f"copy ceiling {result['ceiling_gbps']:.0f} GB/s (512 MB read, 512 MB written)")
     for name, timing in result["empty"].items():
         out.append(f"empty launch in a graph, {name}: {timing['median_us']:.2f} us")

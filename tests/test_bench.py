@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,13 +137,10 @@ def test_absent_peers_are_listed(monkeypatch):
 
 
 def test_own_kernels_compile(tmp_path):
-    pytest.importorskip("shutil")
     try:
         compiled.nvcc()
     except RuntimeError:
         pytest.skip("no nvcc")
-    import subprocess
-
     for source in ("floor.cu", "serial_walk.cu"):
         command = compiled.compile_command(source, str(tmp_path / "x.so"), "90")
         subprocess.run(command, check=True)
@@ -183,7 +181,7 @@ def synthetic(scale=1.0):
         ("command", "time", "gdn_verify", "commit", "torch", "cuda", "device", "clocks"), "x"
     )
     return {
-        "machine": machine, "d_inner": 8192, "ceiling_gbps": 4300.0,
+        "machine": machine, "d_inner": 8192, "tuned_entries": 0, "ceiling_gbps": 4300.0,
         "empty": {"plain": timed(0.6)}, "peers": {"vllm": "absent"},
         "contenders": {"fused": {"does": "x", "norm": True, "snapshot_bytes": 16}},
         "rows": rows, "allocations": 0,
@@ -243,7 +241,7 @@ def test_compare(result):
     (line,) = (x for x in text.splitlines() if "fused, float32 windows  " in x and "cold" in x)
     assert " 2.000 over " in line
     (copied,) = (x for x in text.splitlines() if "copy, float32 windows  " in x and "cold" in x)
-    assert " 1.000 over 128" in copied or " 1.000 over" in copied
+    assert " 1.000 over " in copied
 
 
 def test_report_of_a_file(result, tmp_path, capsys):
