@@ -111,6 +111,13 @@ static __device__ __forceinline__ float raw_to_float(const Raw<Element, N> &raw,
   }
 }
 
+/* Keeps the compiler from converting before this point, and so from waiting there. */
+template <typename Element, int N>
+static __device__ __forceinline__ void pin(Raw<Element, N> &raw) {
+#pragma unroll
+  for (int i = 0; i < (Raw<Element, N>::BYTES + 3) / 4; ++i) asm volatile("" : "+r"(raw.word[i]));
+}
+
 template <typename Element, int N>
 static __device__ __forceinline__ void convert(const Raw<Element, N> &raw, float (&x)[N]) {
 #pragma unroll

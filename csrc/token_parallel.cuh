@@ -2,12 +2,15 @@
  *
  * There is no recurrence: the window after token t is just the last inputs, so that all (channel,
  * token) pairs are independent. A block owns 128 channels (one q or k head, or as many v channels)
- * of one sequence for all its tokens. threadIdx.x owns V adjacent channels, threadIdx.y a group of T
- * consecutive tokens; every thread loads its T + 3 inputs up front.
+ * of one sequence, for all its tokens or, along blockIdx.z, for some of them. threadIdx.x owns V
+ * adjacent channels, threadIdx.y a group of T consecutive tokens; every thread loads its T + 3 inputs
+ * up front.
  *
  * Invariants
- * - Whoever overwrites conv_state or an old snapshot comes after everyone who reads it: a barrier of
- *   the block lies between, and no other block touches these channels of this sequence.
+ * - conv_state is read and written by the block of the first tokens alone: what is committed are the
+ *   last inputs, which nobody overwrites. A barrier lies between its reads and its write.
+ * - Where a sequence starts from an old snapshot, which this launch overwrites, one block has all
+ *   tokens, and a barrier lies between.
  * - The order of the L2 sum depends on neither V nor T: see sum_heads.
  */
 #ifndef GDN_VERIFY_TOKEN_PARALLEL_CUH
@@ -51,6 +54,13 @@ typedef struct FastLaunch {
   float l2_eps;
   gdn_verify_problem p; /* for what only some calls have: index tensors, bias, other weights */
 } FastLaunch;
+
+/* Offset of `count` (at most MAX_STEPS) tokens. Unsigned, so that the compiler keeps to 32 bits; the
+ * launcher has seen that they suffice. */
+#define MAX_STEPS 16
+static __device__ __forceinline__ int steps(int count, int stride) {
+  return (int)((unsigned)count * (unsigned)stride);
+}
 
 /* ---- windows: x[column][channel], the last `columns` of 4 ------------------------------------- */
 
@@ -130,10 +140,9 @@ static __device__ __forceinline__ void store_snapshots(const FastLaunch &launch,
 #pragma unroll
     for (int t = 0; t < T; ++t) {
       if (first + t < rows)
-        store_columns<State, LAYOUT, V, FAST_D_CONV>(to, launch.snapshot_channel,
-                                                     launch.snapshot_column,
-                                                     FAST_D_CONV - launch.state_len, x + t);
-      to += launch.snapshot_token;
+        store_columns<State, LAYOUT, V, FAST_D_CONV>(
+            to + steps(t, launch.snapshot_token), launch.snapshot_channel, launch.snapshot_column,
+            FAST_D_CONV - launch.state_len, x + t);
     }
   } else {
     /* row i holds the entry that token i - (S - 1) brought */
@@ -147,8 +156,8 @@ static __device__ __forceinline__ void store_snapshots(const FastLaunch &launch,
 #pragma unroll
     for (int t = 0; t < T; ++t) {
       if (first + t < rows)
-        store_columns<State, HISTORY_LAYOUT, V, 1>(to, launch.snapshot_channel, 0, 0, x + t + 3);
-      to += launch.snapshot_token;
+        store_columns<State, HISTORY_LAYOUT, V, 1>(to + steps(t, launch.snapshot_token),
+                                                   launch.snapshot_channel, 0, 0, x + t + 3);
     }
   }
 }
@@ -217,7 +226,7 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
     total = __shfl_sync(ALL, sum, in_group);
 #pragma unroll
     for (int g = 1; g < FAST_GROUPS; ++g) total = total + __shfl_sync(ALL, sum, in_group + 8 * g);
-    __syncthreads(); /* conv_state may be overwritten from here on */
+    __syncthreads(); /* conv_state has been read */
   } else {
     const int group = (int)threadIdx.x * V / GDN_VERIFY_GROUP;
     float (*mine)[FAST_GROUPS] = partial + threadIdx.y * T;
@@ -327,24 +336,26 @@ template <typename Input, int V>
 static __device__ __forceinline__ void zero_rows(const gdn_verify_problem &p, int64_t offset,
                                                  int64_t count, int64_t channel) {
   const float zeros[V] = {};
-  for (int64_t row = threadIdx.y; row < count; row += blockDim.y)
+  const int64_t step = (int64_t)blockDim.y * gridDim.z;
+  for (int64_t row = blockIdx.z * blockDim.y + threadIdx.y; row < count; row += step)
     store_pack<Input, V>((Input *)p.output + offset + row * p.output_token + channel, zeros);
 }
 
-/* Most threads of a block. Enough for 17 tokens where that is possible; T = 8 is for many more. */
+/* Most threads of a block: enough for 17 tokens, fewer where T is small, many more where it is 8. */
 static constexpr int max_threads(int v, int t) {
   const int lanes = FAST_HEAD_DIM / v;
-  const int wanted = t == 8 ? 1024 : (17 + t - 1) / t * lanes;
-  return wanted < 1024 ? wanted : 1024;
+  if (t == 1) return v == 1 ? 512 : 8 * lanes;
+  if (t == 2) return v == 1 ? 768 : 9 * lanes;
+  return t == 8 ? 1024 : (17 + t - 1) / t * lanes;
 }
 
-/* Blocks that an SM should hold at the same time. It bounds the registers: 8 sequences of a model of
- * 64 heads are 512 blocks, which four on each of 132 SMs take in one wave. */
+/* Blocks that an SM should hold at the same time, which bounds the registers: as many as go without
+ * spilling any. */
 static constexpr int min_blocks(int v, int t) {
   if (t == 8) return 1;
-  if (v == 1) return 2;
-  if (v == 2) return t < 4 ? t : 4;
-  return t == 3 ? 4 : t + 1;
+  if (v == 1) return t == 1 ? 3 : 2;
+  if (v == 2) return t <= 2 ? 2 : t == 6 ? 4 : 3;
+  return 3;
 }
 
 template <typename Input, typename State, int V, int T>
@@ -353,7 +364,7 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
   const gdn_verify_problem &p = launch.p;
   extern __shared__ __align__(16) float partial[][FAST_GROUPS]; /* [blockDim.y * T] */
   const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * V);
-  const int first = (int)threadIdx.y * T;
+  const int first = (int)(blockIdx.z * blockDim.y + threadIdx.y) * T;
   const int seq = (int)blockIdx.x;
 
   /* constants first, while the kernel before this one may still run */
@@ -383,17 +394,18 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     }
   }
   const int rows = (int)s.num_rows;
+  if (blockIdx.z > 0 && (int)(blockIdx.z * blockDim.y) * T >= rows) return;
 
   /* everything that is read is asked for before anything is used */
+  const Input *input = (const Input *)launch.input + s.input_offset + channel;
+  const Input *mine = input + (int64_t)(first - 3) * launch.input_token;
   Raw<Input, V> entry[T + 3];
-  const Input *input = (const Input *)launch.input + s.input_offset +
-                       (int64_t)(first - 3) * launch.input_token + channel;
 #pragma unroll
   for (int j = 0; j < T + 3; ++j) {
     const int token = first + j - 3;
     entry[j] = {};
     if ((j >= 3 || token >= 0) && token < rows)
-      entry[j] = load_raw<Input, V>(input + (int64_t)j * launch.input_token);
+      entry[j] = load_raw<Input, V>(mine + steps(j, launch.input_token));
   }
   /* x[j] is the input of token first + j - 3, or what the start window holds there */
   float x[T + 3][V];
@@ -443,6 +455,17 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     activate<V, T, true>(launch.activation, y);
   }
 
+  /* the inputs that are committed, as far as the tokens reach: last[j] of token rows - 4 + j. Asked
+   * for here, where x is no longer needed, and used after the sum. */
+  const bool commits = launch.write_state && first == 0;
+  Raw<Input, V> last[FAST_D_CONV] = {};
+  if (commits) {
+    const Input *newest = input + (int64_t)(rows - FAST_D_CONV) * launch.input_token;
+#pragma unroll
+    for (int j = 0; j < FAST_D_CONV; ++j)
+      if (rows + j >= FAST_D_CONV)
+        last[j] = load_raw<Input, V>(newest + steps(j, launch.input_token));
+  }
   if (channel < launch.qk_channels) {
     float squares[T][V], factor[T];
 #pragma unroll
@@ -457,39 +480,40 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
       for (int v = 0; v < V; ++v) y[t][v] = __fmul_rn(y[t][v], factor[t]);
     }
   } else {
-    __syncthreads(); /* conv_state may be overwritten from here on */
+    __syncthreads(); /* conv_state has been read */
   }
 
   Input *output =
       (Input *)launch.output + s.output_offset + (int64_t)first * launch.output_token + channel;
 #pragma unroll
   for (int t = 0; t < T; ++t) {
-    if (first + t < rows) store_pack<Input, V>(output, y[t]);
-    output += launch.output_token;
+    if (first + t < rows) store_pack<Input, V>(output + steps(t, launch.output_token), y[t]);
   }
-  if (launch.write_state && first < rows && rows <= first + T) {
-    float last[FAST_D_CONV][V] = {};
+  if (commits) {
+    float window[FAST_D_CONV][V];
 #pragma unroll
-    for (int t = 0; t < T; ++t) {
-      if (first + t == rows - 1) {
+    for (int j = 0; j < FAST_D_CONV; ++j) {
+      pin(last[j]);
+      convert(last[j], window[j]);
+    }
+    /* with fewer tokens than columns, what the start window held */
 #pragma unroll
-        for (int j = 0; j < FAST_D_CONV; ++j) {
-#pragma unroll
-          for (int v = 0; v < V; ++v) last[j][v] = x[t + j][v];
-        }
-      }
+    for (int v = 0; v < V; ++v) {
+      if (rows == 1) window[0][v] = x[0][v], window[1][v] = x[1][v], window[2][v] = x[2][v];
+      if (rows == 2) window[0][v] = x[1][v], window[1][v] = x[2][v];
+      if (rows == 3) window[0][v] = x[2][v];
     }
     State *to = (State *)launch.state + s.slot * launch.state_slot +
                 (int64_t)channel * launch.state_channel;
     const int skip = FAST_D_CONV - launch.state_len;
     if (launch.state_layout == LAYOUT_CHANNEL_MAJOR)
-      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(to, 0, 0, 0, last);
+      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(to, 0, 0, 0, window);
     else if (launch.state_layout == LAYOUT_TOKEN_MAJOR)
       store_columns<State, LAYOUT_TOKEN_MAJOR, V, FAST_D_CONV>(to, 0, launch.state_column, skip,
-                                                               last);
+                                                               window);
     else
       store_columns<State, LAYOUT_STRIDED, V, FAST_D_CONV>(to, launch.state_channel,
-                                                           launch.state_column, skip, last);
+                                                           launch.state_column, skip, window);
   }
 }
 

@@ -2,7 +2,7 @@
  *
  * token_parallel.cuh takes the shapes of shipped models (d_conv 4, head_dim 128, bfloat16 or
  * float16); general.cuh takes everything else. Both give the same bits. A launch configuration is
- * (V, T): V adjacent channels a thread, T consecutive tokens a thread.
+ * (V, T, G): V adjacent channels a thread, T consecutive tokens a thread, G groups of T a block.
  */
 #include "cuda_host.h"
 #include "general.cuh"
@@ -15,53 +15,68 @@
 
 /* ---- configurations -------------------------------------------------------------------------- */
 
-/* Every (V, T) that is compiled; `config` is the index. */
-#define FOR_EACH_CONFIG(X) \
-  X(1, 1)                  \
-  X(1, 2) X(1, 3) X(1, 4) X(2, 1) X(2, 2) X(2, 3) X(2, 4) X(2, 6) X(2, 8) X(4, 1) X(4, 2) X(4, 3)
+/* Every configuration (V, T, G); `config` is the index. A block has G groups of T tokens, or as many as
+ * hold all tokens where G is 0. */
+// clang-format off
+#define FOR_EACH_CONFIG(X)                                                                    \
+  X(1, 2, 2) X(1, 3, 0) X(1, 3, 2) X(1, 4, 0) X(1, 4, 2)                                      \
+  X(2, 1, 0) X(2, 1, 2) X(2, 2, 0) X(2, 2, 2) X(2, 3, 0) X(2, 4, 0) X(2, 6, 0) X(2, 8, 0)     \
+  X(4, 1, 0) X(4, 1, 2) X(4, 2, 0) X(4, 3, 0)
+// clang-format on
 
 typedef struct Config {
-  int v, t;
+  int v, t, groups;
 } Config;
 
 static const Config configs[] = {
-#define X(v, t) {v, t},
+#define X(v, t, g) {v, t, g},
     FOR_EACH_CONFIG(X)
 #undef X
 };
 #define NUM_CONFIGS ((int)(sizeof configs / sizeof configs[0]))
 
-/* Whether a block of this configuration holds all the tokens of a sequence. */
-static bool config_fits(int config, int64_t num_tokens) {
-  const int64_t groups = (num_tokens + configs[config].t - 1) / configs[config].t;
-  return groups * (FAST_HEAD_DIM / configs[config].v) <=
-         max_threads(configs[config].v, configs[config].t);
+/* Groups of tokens that a block has. Those that start from old snapshots must have all. */
+static int64_t groups_of(const gdn_verify_problem *p, int config) {
+  const int64_t all = (p->num_tokens + configs[config].t - 1) / configs[config].t;
+  const int64_t some = configs[config].groups;
+  return some == 0 || some > all || p->accepted ? all : some;
+}
+
+static bool config_fits(const gdn_verify_problem *p, int config) {
+  const int v = configs[config].v;
+  return groups_of(p, config) * (FAST_HEAD_DIM / v) <= max_threads(v, configs[config].t);
 }
 
 /* -1 where there is none. */
-static int find_config(int v, int t) {
+static int find_config(int v, int t, int groups) {
   for (int i = 0; i < NUM_CONFIGS; ++i)
-    if (configs[i].v == v && configs[i].t == t) return i;
+    if (configs[i].v == v && configs[i].t == t && configs[i].groups == groups) return i;
   return -1;
 }
 
-/* Without a tuned table. Float32 windows want whole 16-byte stores side by side, one channel a
- * thread; 16-bit ones two; where a token brings few bytes, four as long as all blocks are on the SMs
- * at the same time. More tokens a thread the more there are in all. */
+/* Without a tuned table: what was best on an H200, by snapshots and by the work in all (of 8192
+ * channels and a token). Small calls spread over the SMs by blocks of few tokens. Large ones want
+ * more tokens a thread, and as many channels as still make whole 16-byte stores side by side. */
 static int choose_config(const gdn_verify_problem *p) {
   const bool windows = p->snapshot_kind == GDN_VERIFY_WINDOWS;
-  const bool wide = p->state_dtype == GDN_VERIFY_FLOAT32;
   const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
-  int v = windows && wide ? 1 : windows ? 2 : work < 8 ? 2 : 4;
-  int t = work <= 4 ? 1 : work <= 16 ? 2 : 4;
-  if (v == 2) t = work <= 32 ? 1 : work <= 64 ? 3 : 6;
-  if (v == 4) t = work <= 32 ? 1 : work <= 96 ? 2 : 3;
-  for (; t <= 8; ++t) {
-    const int config = find_config(v, t);
-    if (config >= 0 && config_fits(config, p->num_tokens)) return config;
-  }
-  const int many = find_config(2, 8);
-  return config_fits(many, p->num_tokens) ? many : -1;
+  Config best;
+  if (windows && p->state_dtype == GDN_VERIFY_FLOAT32)
+    best = work <= 24 ? Config{2, 1, 2} : work <= 64 ? Config{1, 4, 2} : Config{1, 4, 0};
+  else if (work <= 8 || (windows && work <= 24))
+    best = Config{2, 1, 2};
+  else if (work <= 48)
+    best = Config{4, 1, 2};
+  else if (windows)
+    best = work <= 96 ? Config{2, 4, 0} : Config{2, 6, 0};
+  else
+    best = work <= 96 ? Config{4, 2, 0} : Config{4, 3, 0};
+  const int config = find_config(best.v, best.t, best.groups);
+  if (config_fits(p, config)) return config;
+  for (int i = config + 1; i < NUM_CONFIGS; ++i)
+    if (configs[i].v == best.v && config_fits(p, i)) return i;
+  const int many = find_config(2, 8, 0);
+  return config_fits(p, many) ? many : -1;
 }
 
 /* ---- the fast kernel ------------------------------------------------------------------------- */
@@ -98,24 +113,31 @@ static bool rows_fit(const gdn_verify_problem *p, int v) {
          p->input_token % v == 0 && p->output_seq % v == 0 && p->output_token % v == 0;
 }
 
-static bool fits_int32(int64_t x) { return x >= INT32_MIN && x <= INT32_MAX; }
-
-/* Strides are 32 bits wide in the fast kernel. */
+/* Strides are 32 bits wide in the fast kernel, and those of tokens multiplied there. */
 static bool strides_fit(const gdn_verify_problem *p) {
   const int64_t strides[] = {
-      p->input_seq,      p->input_token,      p->output_seq,      p->output_token,
-      p->state_slot,     p->state_channel,    p->state_column,    p->snapshot_row,
-      p->snapshot_token, p->snapshot_channel, p->snapshot_column,
+      p->input_seq,
+      p->output_seq,
+      p->state_slot,
+      p->state_channel,
+      p->state_column,
+      p->snapshot_row,
+      p->snapshot_channel,
+      p->snapshot_column,
+      p->input_token * MAX_STEPS,
+      p->output_token * MAX_STEPS,
+      p->snapshot_token * MAX_STEPS,
   };
   for (size_t i = 0; i < sizeof strides / sizeof strides[0]; ++i)
-    if (!fits_int32(strides[i])) return false;
+    if (strides[i] < INT32_MIN || strides[i] > INT32_MAX) return false;
   return true;
 }
 
 static bool fast_shape(const gdn_verify_problem *p) {
   return strides_fit(p) && p->d_conv == FAST_D_CONV && p->head_dim == FAST_HEAD_DIM &&
          p->d_inner % FAST_HEAD_DIM == 0 && p->d_inner <= 65535 * FAST_HEAD_DIM &&
-         p->n_seq < INT32_MAX && !p->parent && p->output_dtype == p->input_dtype &&
+         p->n_seq < INT32_MAX && p->num_tokens <= 65535 && !p->parent &&
+         p->output_dtype == p->input_dtype &&
          (p->input_dtype == GDN_VERIFY_BFLOAT16 || p->input_dtype == GDN_VERIFY_FLOAT16) &&
          (p->state_dtype == p->input_dtype || p->state_dtype == GDN_VERIFY_FLOAT32);
 }
@@ -125,7 +147,7 @@ typedef void (*FastKernel)(const FastLaunch);
 template <typename Input, typename State>
 static FastKernel fast_kernel(int config) {
   static const FastKernel kernels[] = {
-#define X(v, t) token_parallel_kernel<Input, State, v, t>,
+#define X(v, t, g) token_parallel_kernel<Input, State, v, t>,
       FOR_EACH_CONFIG(X)
 #undef X
   };
@@ -201,10 +223,12 @@ static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
 static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl, void *stream) {
   const int v = configs[config].v, t = configs[config].t;
   FastLaunch launch = fast_launch(p, v);
-  const unsigned groups = (unsigned)((p->num_tokens + t - 1) / t);
+  const unsigned groups = (unsigned)groups_of(p, config);
+  const int64_t tokens = (int64_t)groups * t; /* of a block */
   const dim3 block((unsigned)(FAST_HEAD_DIM / v), groups);
   const dim3 grid((unsigned)(p->n_seq + (p->cu_seqlens ? 1 : 0)),
-                  (unsigned)(p->d_inner / FAST_HEAD_DIM));
+                  (unsigned)(p->d_inner / FAST_HEAD_DIM),
+                  (unsigned)((p->num_tokens + tokens - 1) / tokens));
   const size_t shared = (size_t)groups * (size_t)t * sizeof(float[FAST_GROUPS]);
   return launch_kernel((const void *)pick_fast_kernel(p, config), grid, block, shared, pdl, stream,
                        &launch);
@@ -233,11 +257,10 @@ static int tuned_config(const gdn_verify_problem *p, bool pdl) {
 static int fast_config(const gdn_verify_problem *p, int64_t asked, bool pdl) {
   if (!fast_shape(p)) return -1;
   if (asked < 0) asked = tuned_config(p, pdl);
-  const int config =
-      asked >= 0 && config_fits((int)asked, p->num_tokens) ? (int)asked : choose_config(p);
+  const int config = asked >= 0 && config_fits(p, (int)asked) ? (int)asked : choose_config(p);
   if (config < 0 || rows_fit(p, configs[config].v)) return config;
   for (int i = 0; i < NUM_CONFIGS; ++i)
-    if (configs[i].v == 1 && config_fits(i, p->num_tokens)) return i;
+    if (configs[i].v == 1 && config_fits(p, i)) return i;
   return -1;
 }
 
@@ -262,7 +285,7 @@ extern "C" const char *gdn_verify_cuda_archs(void) { return GDN_VERIFY_CUDA_ARCH
 extern "C" int gdn_verify_num_configs(void) { return NUM_CONFIGS; }
 
 extern "C" const char *gdn_verify_configs(void) {
-#define X(v, t) " " #v "x" #t
+#define X(v, t, g) " " #v "x" #t "x" #g
   static const char names[] = FOR_EACH_CONFIG(X);
 #undef X
   return names + 1;
