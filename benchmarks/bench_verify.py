@@ -121,9 +121,10 @@ def plan_targets(plan: Any, peers: list[Any]) -> None:
 def save(path: str | None, result: dict[str, Any]) -> None:
     """Replaces the file at once, so that it is whole at any time."""
     if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         temporary = f"{path}.part"
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=None, separators=(",", ":"))
+            json.dump(result, file, separators=(",", ":"))
         os.replace(temporary, path)
 
 

@@ -145,9 +145,12 @@ def sweep(point: Point, pdl: bool) -> dict[str, Any]:
 def empty_launches() -> dict[str, Any]:
     """An empty kernel, in a graph and by itself."""
     found: dict[str, Any] = {}
-    for name, pdl in (("plain", False), ("pdl", True)):
+    for name, pdl in (("plain launch", False), ("dependent launch", True)):
         calls = [functools.partial(floor.empty, pdl)]
-        found[name] = timing.time_graph(calls)._asdict()
+        device, host = timing.time_eager(calls)
+        found[f"{name}, in a graph"] = timing.time_graph(calls)._asdict()
+        found[f"{name}, outside of graphs"] = device._asdict()
+        found[f"{name}, host time"] = host._asdict()
     return found
 
 

@@ -182,7 +182,7 @@ def synthetic(scale=1.0):
     )
     return {
         "machine": machine, "d_inner": 8192, "tuned_entries": 0, "ceiling_gbps": 4300.0,
-        "empty": {"plain": timed(0.6)}, "peers": {"vllm": "absent"},
+        "empty": {"plain launch, in a graph": timed(0.6)}, "peers": {"vllm": "absent"},
         "contenders": {"fused": {"does": "x", "norm": True, "snapshot_bytes": 16}},
         "rows": rows, "allocations": 0,
         "sweep": [{"d_inner": 8192, "c": 1, "k": 2, "kind": "float32 windows", "pdl": False,
@@ -255,6 +255,17 @@ def test_report_of_a_file(result, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_too_fast_is_said(result, tmp_path, capsys):
+    """Case 12: a cold figure under what memory allows is not a cold figure."""
+    fast = copy.deepcopy(result)
+    rows = [row for row in fast["rows"] if (row["contender"], row["c"], row["k"]) ==
+            (report.FUSED, 8, 17) and row["kind"] == own.WINDOWS and not row["pdl"]]  # fmt: skip
+    rows[0]["graph_cold"]["median_us"] = rows[0]["required_bytes"] / 4300e3 / 1.1
+    text = "so in part from the L2: fused, float32 windows at D 8192 C 8 K 17"
+    assert text in report.show(fast, bench_verify.SUBSET)
+    assert text not in report.show(result, bench_verify.SUBSET)
+
+
 def test_a_difference_fails(result, tmp_path, capsys):
     wrong = copy.deepcopy(result)
     wrong["rows"][0]["differs"] = "output: 1 of 2 elements"
@@ -293,11 +304,8 @@ def test_bench_command_passes_its_options_on(result, tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_an_empty_kernel_costs_a_launch():
-    for found in measure.empty_launches().values():
-        assert 0.2 < found["median_us"] < 10
-    device, host = timing.time_eager([functools.partial(floor.empty, False)])
-    assert 0.2 < host.median_us < 100
-    assert device.median_us > 0.2
+    for name, found in measure.empty_launches().items():
+        assert 0.2 < found["median_us"] < (10 if "in a graph" in name else 100)
 
 
 @pytest.mark.gpu
