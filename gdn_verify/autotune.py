@@ -26,8 +26,11 @@ from . import (
 from .models import MODELS, Shape
 from .tuned import CallShape, Tuned
 
-# A configuration must be this much faster than the heuristic's choice: less is noise.
-MARGIN = 0.99
+# A configuration must take less than this share of the heuristic's time: beyond it is noise.
+MARGIN = 0.98
+# A figure stands on this many calls at least, and on MIN_REPLAYS replays of the graph.
+MIN_CALLS = 720
+MIN_REPLAYS = 3
 # This many of the fastest are measured a second time.
 FINALISTS = 3
 
@@ -153,7 +156,8 @@ def measure(shape: CallShape) -> Tuned:
 
     def time(config: int) -> float:
         calls = [functools.partial(_call, each, shape, config) for each in buffers]
-        return timing.time_graph(calls).median_us
+        replays = max(MIN_REPLAYS, -(-MIN_CALLS // max(len(calls), timing.MIN_OPERATIONS)))
+        return timing.time_graph(calls, replays=replays, warmup=1).median_us
 
     return choose(time, _core.build_info()["num_configs"])
 
