@@ -7,8 +7,9 @@
  * up front.
  *
  * Invariants
- * - conv_state is read and written by the block of the first tokens alone: what is committed are the
- *   last inputs, which nobody overwrites. A barrier lies between its reads and its write.
+ * - conv_state is read and written by the block of the first tokens alone: it has at least the three
+ *   whose windows reach back to it, and what is committed are the last inputs, which nobody
+ *   overwrites. A barrier lies between its reads and its write.
  * - Where a sequence starts from an old snapshot, which this launch overwrites, one block has all
  *   tokens, and a barrier lies between.
  * - The order of the L2 sum depends on neither V nor T: see sum_heads.
