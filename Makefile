@@ -93,7 +93,7 @@ format: $(BUILT) ## format Python and C
 	$(VENV)/bin/clang-format -i $(CLANG_FORMATTED)
 
 CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
-    $(wildcard tests/c/*.c benchmarks/*.cu)
+    $(wildcard tests/c/*.c tests/cuda/*.cu benchmarks/*.cu)
 
 # ---- packages ----
 
