@@ -12,25 +12,17 @@ typedef struct gdn_verify_copy {
   int64_t to_row, to_column, from_row, from_column; /* elements */
 } gdn_verify_copy;
 
-/* `half` is a constant at each call. */
-GDN_VERIFY_INLINE void copy_one(void *to, int64_t i, const void *from, int64_t j, int half) {
-  if (half)
-    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
-  else
-    ((float *)to)[i] = ((const float *)from)[j];
-}
-
 GDN_VERIFY_INLINE void copy_elements(const gdn_verify_copy *c, void *restrict to,
                                      const void *restrict from, int half) {
   if (c->to_column == 1 && c->from_column == 1) {
     for (int64_t i = 0; i < c->rows; ++i)
       for (int64_t j = 0; j < c->columns; ++j)
-        copy_one(to, i * c->to_row + j, from, i * c->from_row + j, half);
+        gdn_verify_copy_element(to, i * c->to_row + j, from, i * c->from_row + j, half);
   } else {
     for (int64_t i = 0; i < c->rows; ++i)
       for (int64_t j = 0; j < c->columns; ++j)
-        copy_one(to, i * c->to_row + j * c->to_column, from, i * c->from_row + j * c->from_column,
-                 half);
+        gdn_verify_copy_element(to, i * c->to_row + j * c->to_column, from,
+                                i * c->from_row + j * c->from_column, half);
   }
 }
 

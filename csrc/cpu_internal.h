@@ -40,6 +40,15 @@ typedef struct gdn_verify_cpu_kernels {
   void (*sum_squares_array)(const float *x, float *out, int64_t rows, int64_t n);
 } gdn_verify_cpu_kernels;
 
+/* to[i] = from[j], of 2 bytes where `half`, else of 4; `half` is a constant after inlining. */
+GDN_VERIFY_INLINE void gdn_verify_copy_element(void *to, int64_t i, const void *from, int64_t j,
+                                               int half) {
+  if (half)
+    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+  else
+    ((float *)to)[i] = ((const float *)from)[j];
+}
+
 /* The kernels of the level in force. */
 const gdn_verify_cpu_kernels *gdn_verify_current_kernels(void);
 

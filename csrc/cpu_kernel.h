@@ -346,7 +346,7 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
   for (int64_t token = 0; token < s->num_rows; ++token) {
     if (token + 1 < s->num_rows)
       prefetch(element(input, (token + 1) * p->input_token, p->input_dtype),
-               (size_t)n * (p->input_dtype == GDN_VERIFY_FLOAT32 ? 4 : 2));
+               (size_t)(n * gdn_verify_dtype_size(p->input_dtype)));
     if (p->parent) {
       gather_ancestors(&w, p, seq, token, input, n);
     } else if (token > 0) {

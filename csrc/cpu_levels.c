@@ -66,14 +66,7 @@ static void bind_rows(work *w, int32_t d_conv, int half) {
  * inlining where it matters. No sum of floats here or in cpu_kernel.h may be reordered or fused. */
 
 GDN_VERIFY_INLINE void *element(const void *base, int64_t index, int32_t dtype) {
-  return (char *)(uintptr_t)base + index * (dtype == GDN_VERIFY_FLOAT32 ? 4 : 2);
-}
-
-GDN_VERIFY_INLINE void copy_element(void *to, int64_t i, const void *from, int64_t j, int half) {
-  if (half)
-    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
-  else
-    ((float *)to)[i] = ((const float *)from)[j];
+  return (char *)(uintptr_t)base + index * gdn_verify_dtype_size(dtype);
 }
 
 GDN_VERIFY_INLINE void copy_strided(void *restrict to, int64_t to_stride, const void *restrict from,
@@ -81,7 +74,8 @@ GDN_VERIFY_INLINE void copy_strided(void *restrict to, int64_t to_stride, const 
   if (to_stride == 1 && from_stride == 1)
     memcpy(to, from, (size_t)n * (half ? sizeof(uint16_t) : sizeof(float)));
   else
-    for (int64_t c = 0; c < n; ++c) copy_element(to, c * to_stride, from, c * from_stride, half);
+    for (int64_t c = 0; c < n; ++c)
+      gdn_verify_copy_element(to, c * to_stride, from, c * from_stride, half);
 }
 
 /* A chunk of the next row starts in a page that no hardware prefetcher follows into. */
@@ -103,7 +97,7 @@ GDN_VERIFY_INLINE void scatter_columns(void *restrict to, const void *const *row
   for (int j = 0; j < columns; ++j) r[j] = rows[j];
   for (int64_t c = 0; c < n; ++c) {
 #pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) copy_element(to, c * columns + j, r[j], c, half);
+    for (int j = 0; j < columns; ++j) gdn_verify_copy_element(to, c * columns + j, r[j], c, half);
   }
 }
 
@@ -127,7 +121,7 @@ GDN_VERIFY_INLINE void gather_columns(void *const *rows, const void *restrict fr
 #pragma GCC ivdep
   for (int64_t c = 0; c < n; ++c) {
 #pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) copy_element(r[j], c, from, c * columns + j, half);
+    for (int j = 0; j < columns; ++j) gdn_verify_copy_element(r[j], c, from, c * columns + j, half);
   }
 }
 

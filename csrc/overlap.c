@@ -14,6 +14,8 @@
  */
 #include "overlap.h"
 
+#include "problem.h"
+
 #define MAX_ELEMENTS ((int64_t)1 << 58)
 #define MAX_TERMS (2 * GDN_VERIFY_MAX_DIMS + 1)
 /* Values tried before a search gives up. */
@@ -31,7 +33,7 @@ typedef struct equation {
 } equation;
 
 static int64_t element_size(const gdn_verify_tensor *tensor) {
-  return tensor->dtype == GDN_VERIFY_FLOAT32 || tensor->dtype == GDN_VERIFY_INT32 ? 4 : 2;
+  return gdn_verify_dtype_size(tensor->dtype);
 }
 
 static int64_t address(const gdn_verify_tensor *tensor) { return (int64_t)(intptr_t)tensor->data; }
@@ -63,7 +65,6 @@ gdn_verify_byte_range gdn_verify_tensor_range(const gdn_verify_tensor *tensor) {
   int64_t low = 0, high = 0;
   gdn_verify_byte_range range = {0, 0};
   if (tensor->ndim == 0) return range; /* absent */
-  if (tensor->ndim == 0) return range;
   for (int k = 0; k < tensor->ndim; k++) {
     if (tensor->shape[k] == 0) return range;
     const int64_t distance = (tensor->shape[k] - 1) * tensor->stride[k];
@@ -181,21 +182,24 @@ int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
   return 0;
 }
 
+/* The indices of a tensor, with `sign` times its strides in bytes; 0 where it has no element. */
+static int add_indices(equation *e, const gdn_verify_tensor *tensor, int64_t sign) {
+  const int64_t size = sign * element_size(tensor);
+  for (int k = 0; k < tensor->ndim; k++) {
+    if (tensor->shape[k] == 0) return 0;
+    if (tensor->shape[k] > 1 && tensor->stride[k])
+      add_term(e, tensor->stride[k] * size, 0, tensor->shape[k] - 1);
+  }
+  return 1;
+}
+
 /* The equation of a and b; 0 where one has no element. */
 static int make_equation(equation *e, const gdn_verify_tensor *a, const gdn_verify_tensor *b) {
-  const int64_t size_a = element_size(a), size_b = element_size(b);
   e->n = 1;
   e->terms[0].coefficient = 1;
-  e->terms[0].low = 1 - size_b;
-  e->terms[0].high = size_a - 1;
-  for (int k = 0; k < a->ndim; k++) {
-    if (a->shape[k] == 0) return 0;
-    if (a->shape[k] > 1 && a->stride[k]) add_term(e, a->stride[k] * size_a, 0, a->shape[k] - 1);
-  }
-  for (int k = 0; k < b->ndim; k++) {
-    if (b->shape[k] == 0) return 0;
-    if (b->shape[k] > 1 && b->stride[k]) add_term(e, -b->stride[k] * size_b, 0, b->shape[k] - 1);
-  }
+  e->terms[0].low = 1 - element_size(b);
+  e->terms[0].high = element_size(a) - 1;
+  if (!add_indices(e, a, 1) || !add_indices(e, b, -1)) return 0;
   join_terms(e);
   return 1;
 }

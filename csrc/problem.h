@@ -118,6 +118,11 @@ gdn_verify_status gdn_verify_fail_index(gdn_verify_error *err, int64_t seq, int3
 }
 #endif
 
+/* Bytes of an element of a dtype that an argument may have. */
+GDN_VERIFY_INLINE int64_t gdn_verify_dtype_size(int32_t dtype) {
+  return dtype == GDN_VERIFY_FLOAT32 || dtype == GDN_VERIFY_INT32 ? 4 : 2;
+}
+
 /* ---- one sequence ---------------------------------------------------------------------------- */
 
 typedef enum gdn_verify_verdict {
@@ -130,7 +135,8 @@ typedef enum gdn_verify_verdict {
   GDN_VERIFY_BAD_ROW,
   GDN_VERIFY_BAD_ACCEPTED,
   GDN_VERIFY_BAD_PARENT,
-  GDN_VERIFY_SHARED_SLOT, /* found by the CPU only */
+  /* Found by gdn_verify_check_indices alone, which sees all sequences: */
+  GDN_VERIFY_SHARED_SLOT,
   GDN_VERIFY_SHARED_ROW
 } gdn_verify_verdict;
 

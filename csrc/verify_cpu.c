@@ -39,12 +39,11 @@ static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int64_t dtype_size(int32_t dtype) { return dtype == GDN_VERIFY_FLOAT32 ? 4 : 2; }
-
 /* Of a channel and token. */
 static int64_t snapshot_bytes(const gdn_verify_problem *p) {
   if (p->snapshot_kind == GDN_VERIFY_NO_SNAPSHOTS) return 0;
-  return dtype_size(p->state_dtype) * (p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 1);
+  return gdn_verify_dtype_size(p->state_dtype) *
+         (p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 1);
 }
 
 /* ---- units ----------------------------------------------------------------------------------- */
@@ -52,7 +51,7 @@ static int64_t snapshot_bytes(const gdn_verify_problem *p) {
 static void make_plan(const gdn_verify_problem *p, gdn_verify_plan *plan) {
   plan->p = p;
   plan->kernels = gdn_verify_current_kernels();
-  plan->heads = p->qk_channels == 0 ? 0 : p->qk_channels / p->head_dim;
+  plan->heads = p->qk_channels / p->head_dim;
   plan->heads_per_unit = GDN_VERIFY_CHUNK / p->head_dim;
   plan->chunks_per_head = divide_up(p->head_dim, GDN_VERIFY_CHUNK);
   plan->qk_units = plan->heads_per_unit ? divide_up(plan->heads, plan->heads_per_unit)
@@ -106,7 +105,7 @@ static gdn_verify_unit unit_at(const gdn_verify_plan *plan, int64_t seq, int64_t
 
 static void zero_rows(const gdn_verify_problem *p, const gdn_verify_sequence *s,
                       const gdn_verify_unit *unit) {
-  const int64_t size = dtype_size(p->output_dtype);
+  const int64_t size = gdn_verify_dtype_size(p->output_dtype);
   char *output = (char *)p->output + (s->output_offset + unit->channel) * size;
   for (int64_t token = 0; token < s->num_rows; ++token)
     memset(output + token * p->output_token * size, 0, (size_t)(unit->count * size));
@@ -159,10 +158,11 @@ static void sum_heads(void *context, int64_t begin, int64_t end) {
 
 /* Bytes that a channel of one sequence moves, about. */
 static int64_t bytes_per_channel(const gdn_verify_problem *p) {
-  const int64_t state = dtype_size(p->state_dtype);
-  const int64_t token =
-      dtype_size(p->input_dtype) + dtype_size(p->output_dtype) + snapshot_bytes(p);
-  return p->num_tokens * token + 2 * p->state_len * state + p->d_conv * dtype_size(p->weight_dtype);
+  const int64_t state = gdn_verify_dtype_size(p->state_dtype);
+  const int64_t token = gdn_verify_dtype_size(p->input_dtype) +
+                        gdn_verify_dtype_size(p->output_dtype) + snapshot_bytes(p);
+  return p->num_tokens * token + 2 * p->state_len * state +
+         p->d_conv * gdn_verify_dtype_size(p->weight_dtype);
 }
 
 gdn_verify_status gdn_verify_conv_cpu(const gdn_verify_params *params, gdn_verify_error *err) {
@@ -176,8 +176,7 @@ gdn_verify_status gdn_verify_conv_cpu(const gdn_verify_params *params, gdn_verif
   make_plan(&problem, &plan);
   const int64_t bytes = bytes_per_channel(&problem);
   if (plan.heads > 0 && !plan.heads_per_unit) {
-    const int64_t rows =
-        problem.cu_seqlens ? problem.total_rows : problem.n_seq * problem.num_tokens;
+    const int64_t rows = problem.total_rows;
     plan.totals = (float *)calloc((size_t)(rows * plan.heads + 1), sizeof *plan.totals);
     if (!plan.totals)
       return gdn_verify_fail(err, GDN_VERIFY_UNSUPPORTED,
