@@ -147,11 +147,21 @@ gdn_verify_status gdn_verify_check_tensor(gdn_verify_error *err, const char *nam
   }
 }
 
+gdn_verify_status gdn_verify_check_optional(gdn_verify_error *err, const char *name,
+                                            const gdn_verify_tensor *t,
+                                            const gdn_verify_expected *e) {
+  return gdn_verify_is_present(t) ? gdn_verify_check_tensor(err, name, t, e) : GDN_VERIFY_OK;
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 void *gdn_verify_data_of(const gdn_verify_tensor *t) {
   static char nothing;
   return t->data ? t->data : &nothing;
+}
+
+const int32_t *gdn_verify_index_data(const gdn_verify_tensor *t) {
+  return gdn_verify_is_present(t) ? (const int32_t *)gdn_verify_data_of(t) : NULL;
 }
 
 gdn_verify_status gdn_verify_fail_shared(gdn_verify_error *err, const char *name,

@@ -42,6 +42,11 @@ static inline int gdn_verify_is_present(const gdn_verify_tensor *t) {
 gdn_verify_status gdn_verify_check_tensor(gdn_verify_error *err, const char *name,
                                           const gdn_verify_tensor *t, const gdn_verify_expected *e);
 
+/* The same of a tensor that may be absent. */
+gdn_verify_status gdn_verify_check_optional(gdn_verify_error *err, const char *name,
+                                            const gdn_verify_tensor *t,
+                                            const gdn_verify_expected *e);
+
 /* That no two elements of `t` are one. */
 gdn_verify_status gdn_verify_check_distinct(gdn_verify_error *err, const char *name,
                                             const gdn_verify_tensor *t);
@@ -53,5 +58,8 @@ gdn_verify_status gdn_verify_fail_shared(gdn_verify_error *err, const char *name
 /* The data pointer; of a tensor with nothing in it some pointer that is not null, since null stands
  * for an absent argument in a problem. */
 void *gdn_verify_data_of(const gdn_verify_tensor *t);
+
+/* That of an index tensor; null where it is absent. */
+const int32_t *gdn_verify_index_data(const gdn_verify_tensor *t);
 
 #endif /* GDN_VERIFY_CHECK_H */

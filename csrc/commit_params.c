@@ -67,7 +67,7 @@ static gdn_verify_status check_tensors(const gdn_verify_commit_params *p,
 
   q->d_inner = d_inner;
   q->state_len = (int32_t)state_len;
-  q->element_size = state->dtype == GDN_VERIFY_FLOAT32 ? 4 : 2;
+  q->element_size = (int32_t)gdn_verify_dtype_size(state->dtype);
   q->n_slots = state->shape[0];
   q->state_slot = state->stride[0];
   q->state_channel = state->stride[1];
@@ -122,17 +122,13 @@ gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params 
   memset(problem, 0, sizeof *problem);
   TRY(gdn_verify_check_tensor(err, "num_accepted", &params->num_accepted, &e));
   e.size[0] = params->num_accepted.shape[0];
-  if (gdn_verify_is_present(&params->conv_state_indices)) {
-    TRY(gdn_verify_check_tensor(err, "conv_state_indices", &params->conv_state_indices, &e));
-    problem->slot_index = (const int32_t *)gdn_verify_data_of(&params->conv_state_indices);
-    problem->slot_index_stride = params->conv_state_indices.stride[0];
-  }
-  if (gdn_verify_is_present(&params->inter_indices)) {
-    TRY(gdn_verify_check_tensor(err, "inter_indices", &params->inter_indices, &e));
-    problem->row_index = (const int32_t *)gdn_verify_data_of(&params->inter_indices);
-    problem->row_index_stride = params->inter_indices.stride[0];
-  }
-  problem->accepted = (const int32_t *)gdn_verify_data_of(&params->num_accepted);
+  TRY(gdn_verify_check_optional(err, "conv_state_indices", &params->conv_state_indices, &e));
+  TRY(gdn_verify_check_optional(err, "inter_indices", &params->inter_indices, &e));
+  problem->slot_index = gdn_verify_index_data(&params->conv_state_indices);
+  problem->slot_index_stride = params->conv_state_indices.stride[0];
+  problem->row_index = gdn_verify_index_data(&params->inter_indices);
+  problem->row_index_stride = params->inter_indices.stride[0];
+  problem->accepted = gdn_verify_index_data(&params->num_accepted);
   problem->accepted_stride = params->num_accepted.stride[0];
   problem->n_seq = e.size[0];
   problem->pad_slot_id = params->pad_slot_id;

@@ -106,9 +106,8 @@ static gdn_verify_status check_weights(validation *v) {
                    GDN_VERIFY_MIN_D_CONV, GDN_VERIFY_MAX_D_CONV, d_conv);
   q->d_conv = (int32_t)d_conv;
   q->weight_dtype = p->weight.dtype;
-  if (!gdn_verify_is_present(&p->bias)) return GDN_VERIFY_OK;
   const gdn_verify_expected bias = {"D", dtypes, 1, {q->d_inner}};
-  TRY(gdn_verify_check_tensor(v->err, "bias", &p->bias, &bias));
+  TRY(gdn_verify_check_optional(v->err, "bias", &p->bias, &bias));
   q->bias_dtype = p->bias.dtype;
   return GDN_VERIFY_OK;
 }
@@ -207,12 +206,9 @@ static gdn_verify_status check_max_num_tokens(validation *v) {
 static gdn_verify_status check_index_tensors(const validation *v) {
   const gdn_verify_params *p = v->p;
   const gdn_verify_expected one = {"n_seq", DTYPE(GDN_VERIFY_INT32), 1, {v->q->n_seq}};
-  if (gdn_verify_is_present(&p->conv_state_indices))
-    TRY(gdn_verify_check_tensor(v->err, "conv_state_indices", &p->conv_state_indices, &one));
-  if (gdn_verify_is_present(&p->inter_indices))
-    TRY(gdn_verify_check_tensor(v->err, "inter_indices", &p->inter_indices, &one));
-  if (gdn_verify_is_present(&p->num_accepted_tokens))
-    TRY(gdn_verify_check_tensor(v->err, "num_accepted_tokens", &p->num_accepted_tokens, &one));
+  TRY(gdn_verify_check_optional(v->err, "conv_state_indices", &p->conv_state_indices, &one));
+  TRY(gdn_verify_check_optional(v->err, "inter_indices", &p->inter_indices, &one));
+  TRY(gdn_verify_check_optional(v->err, "num_accepted_tokens", &p->num_accepted_tokens, &one));
   if (gdn_verify_is_present(&p->parent_index)) {
     const gdn_verify_expected tree = {v->ragged ? "n_seq, max_num_tokens" : "n_seq, K",
                                       DTYPE(GDN_VERIFY_INT32),
@@ -299,10 +295,6 @@ static gdn_verify_status check_memory(const validation *v) {
 
 /* ---- the problem ----------------------------------------------------------------------------- */
 
-static const int32_t *index_data(const gdn_verify_tensor *t) {
-  return gdn_verify_is_present(t) ? (const int32_t *)gdn_verify_data_of(t) : NULL;
-}
-
 static void set_rows_strides(const validation *v, const gdn_verify_tensor *t, int64_t *seq,
                              int64_t *token) {
   *seq = v->ragged || v->single ? 0 : t->stride[0];
@@ -341,15 +333,15 @@ static void set_pointers(const validation *v) {
     q->snapshot_column = stride[q->snapshot_kind == GDN_VERIFY_WINDOWS ? first + 2 : first];
   }
 
-  q->slot_index = index_data(&p->conv_state_indices);
+  q->slot_index = gdn_verify_index_data(&p->conv_state_indices);
   q->slot_index_stride = p->conv_state_indices.stride[0];
-  q->row_index = index_data(&p->inter_indices);
+  q->row_index = gdn_verify_index_data(&p->inter_indices);
   q->row_index_stride = p->inter_indices.stride[0];
-  q->accepted = index_data(&p->num_accepted_tokens);
+  q->accepted = gdn_verify_index_data(&p->num_accepted_tokens);
   q->accepted_stride = p->num_accepted_tokens.stride[0];
-  q->cu_seqlens = index_data(&p->cu_seqlens);
+  q->cu_seqlens = gdn_verify_index_data(&p->cu_seqlens);
   q->cu_seqlens_stride = p->cu_seqlens.stride[0];
-  q->parent = index_data(&p->parent_index);
+  q->parent = gdn_verify_index_data(&p->parent_index);
   q->parent_seq = first ? p->parent_index.stride[0] : 0;
   q->parent_token = p->parent_index.stride[first];
 }
