@@ -1,20 +1,23 @@
-/* no_cuda.c - stands in for verify_cuda.cu in a build without CUDA. */
+/* no_cuda.c - stands in for the CUDA backend (the .cu files) in a build without it. */
 #include "problem.h"
+
+static gdn_verify_status fail_without_cuda(gdn_verify_error *err) {
+  return gdn_verify_fail(err, GDN_VERIFY_UNSUPPORTED,
+                         "tensors are on a CUDA device, but gdn-verify was built without CUDA");
+}
 
 gdn_verify_status gdn_verify_conv_cuda(const gdn_verify_params *params, void *stream,
                                        gdn_verify_error *err) {
   (void)params;
   (void)stream;
-  return gdn_verify_fail(err, GDN_VERIFY_UNSUPPORTED,
-                         "tensors are on a CUDA device, but gdn-verify was built without CUDA");
+  return fail_without_cuda(err);
 }
 
 gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params, void *stream,
                                          gdn_verify_error *err) {
   (void)params;
   (void)stream;
-  return gdn_verify_fail(err, GDN_VERIFY_UNSUPPORTED,
-                         "tensors are on a CUDA device, but gdn-verify was built without CUDA");
+  return fail_without_cuda(err);
 }
 
 int gdn_verify_has_cuda(void) { return 0; }

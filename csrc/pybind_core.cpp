@@ -48,7 +48,7 @@ gdn_verify_tensor tensor_of(const Array &array, const std::string &name, Access 
   if (!array) return t;
   const py::ssize_t size = array->itemsize();
   if (access == WRITE && !array->writeable())
-    throw py::value_error(name + " is read-only; it must be writeable");
+    throw py::value_error(name + " is read-only, but it must be writeable");
   t.data = const_cast<void *>(array->data());
   t.ndim = static_cast<int32_t>(array->ndim());
   t.dtype = dtype_of(array->dtype());
@@ -60,7 +60,7 @@ gdn_verify_tensor tensor_of(const Array &array, const std::string &name, Access 
     const py::ssize_t bytes = array->strides(k);
     if (bytes % size != 0)
       throw py::value_error(name + " has a stride of " + std::to_string(bytes) +
-                            " bytes; it must be a multiple of its item size of " +
+                            " bytes, but it must be a multiple of its item size of " +
                             std::to_string(size) + " bytes");
     t.shape[k] = array->shape(k);
     t.stride[k] = bytes / size;
@@ -78,10 +78,10 @@ void raise_unless_ok(gdn_verify_status status, const gdn_verify_error &err) {
 gdn_verify_activation activation_of(const std::string &name) {
   if (name == "silu") return GDN_VERIFY_SILU;
   if (name == "none") return GDN_VERIFY_NO_ACTIVATION;
-  throw py::value_error("activation is \"" + name + "\"; it must be \"silu\" or \"none\"");
+  throw py::value_error("activation is \"" + name + "\", but it must be \"silu\" or \"none\"");
 }
 
-// What all three operators have.
+// The arguments that all three operators have; the others absent.
 gdn_verify_params make_params(gdn_verify_op op, const Array &conv_state, const py::array &new_input,
                               const py::array &weight, const py::array &output, int64_t qk_channels,
                               int64_t head_dim, double l2_eps, const Array &bias,
@@ -104,12 +104,13 @@ gdn_verify_params make_params(gdn_verify_op op, const Array &conv_state, const p
   return params;
 }
 
-void run(const gdn_verify_params &params) {
+template <typename Params>
+void run(const Params &params, gdn_verify_status (*function)(const Params *, gdn_verify_error *)) {
   gdn_verify_error err{};
   gdn_verify_status status;
   {
     py::gil_scoped_release release;
-    status = gdn_verify_conv_cpu(&params, &err);
+    status = function(&params, &err);
   }
   raise_unless_ok(status, err);
 }
@@ -134,12 +135,12 @@ void verify_fused_conv_kn_batched(const Array &conv_state, const py::array &new_
   params.pad_slot_id = pad_slot_id;
   if (max_num_tokens && *max_num_tokens < 0)
     throw py::value_error("max_num_tokens is " + std::to_string(*max_num_tokens) +
-                          "; it must not be negative");
+                          ", but it must not be negative");
   params.max_num_tokens = max_num_tokens.value_or(-1);
   params.update_state = update_state;
   params.config = config;
   params.pdl = pdl;
-  run(params);
+  run(params, gdn_verify_conv_cpu);
 }
 
 void verify_fused_conv_kn(const Array &conv_state, const py::array &new_input,
@@ -156,7 +157,7 @@ void verify_fused_conv_kn(const Array &conv_state, const py::array &new_input,
   params.update_state = update_state;
   params.config = config;
   params.pdl = pdl;
-  run(params);
+  run(params, gdn_verify_conv_cpu);
 }
 
 void conv1d_update_l2norm(const py::array &conv_state, const py::array &new_input,
@@ -168,7 +169,7 @@ void conv1d_update_l2norm(const py::array &conv_state, const py::array &new_inpu
                                          output, qk_channels, head_dim, l2_eps, bias, activation);
   params.conv_state_indices = tensor_of(conv_state_indices, "conv_state_indices", READ);
   params.pad_slot_id = pad_slot_id;
-  run(params);
+  run(params, gdn_verify_conv_cpu);
 }
 
 void commit_conv_state(const std::vector<py::array> &conv_states,
@@ -177,8 +178,8 @@ void commit_conv_state(const std::vector<py::array> &conv_states,
                        int64_t pad_slot_id) {
   if (conv_states.size() != snapshots.size())
     throw py::value_error("snapshots has " + std::to_string(snapshots.size()) +
-                          " entries; it must have one for each of the " +
-                          std::to_string(conv_states.size()) + " of conv_states");
+                          " layers, but conv_states has " + std::to_string(conv_states.size()) +
+                          ": there must be one of each a layer");
   std::vector<gdn_verify_tensor> states, sources;
   for (const py::array &state : conv_states)
     states.push_back(tensor_of(state, "conv_states[" + std::to_string(states.size()) + "]", WRITE));
@@ -192,13 +193,7 @@ void commit_conv_state(const std::vector<py::array> &conv_states,
   params.conv_state_indices = tensor_of(conv_state_indices, "conv_state_indices", READ);
   params.inter_indices = tensor_of(inter_indices, "inter_indices", READ);
   params.pad_slot_id = pad_slot_id;
-  gdn_verify_error err{};
-  gdn_verify_status status;
-  {
-    py::gil_scoped_release release;
-    status = gdn_verify_commit_cpu(&params, &err);
-  }
-  raise_unless_ok(status, err);
+  run(params, gdn_verify_commit_cpu);
 }
 
 // ---- the arithmetic on arrays -------------------------------------------------------------------
@@ -255,7 +250,7 @@ py::list cpu_levels() {
 
 void set_cpu_level(const std::string &name) {
   if (gdn_verify_set_cpu_level(name.c_str()) != 0)
-    throw py::value_error("level is \"" + name + "\"; on this CPU it must be one of " +
+    throw py::value_error("level is \"" + name + "\", but on this CPU it must be one of " +
                           py::repr(cpu_levels()).cast<std::string>());
 }
 
@@ -308,9 +303,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
 
   m.def("load_tuned", &load_tuned, py::arg("entries"));
 
-  m.def("version", [] { return GDN_VERIFY_VERSION; });
   m.def("build_info", &build_info);
-  m.def("num_configs", &gdn_verify_num_configs);
   m.def("cpu_level", &gdn_verify_cpu_level);
   m.def("cpu_levels", &cpu_levels);
   m.def("set_cpu_level", &set_cpu_level, py::arg("level"));

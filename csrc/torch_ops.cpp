@@ -201,6 +201,29 @@ void run(Params &params, const Device &device,
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
+/* The arguments that all three operators have; the others absent. */
+gdn_verify_params make_params(gdn_verify_op op, const Views &views, const MaybeTensor &conv_state,
+                              const Tensor &new_input, const Tensor &weight, const Tensor &output,
+                              int64_t qk_channels, int64_t head_dim, double l2_eps,
+                              const MaybeTensor &bias, StringHandle activation) {
+  gdn_verify_params params{};
+  params.op = op;
+  params.activation = take_activation(activation);
+  params.conv_state = views.write("conv_state", conv_state);
+  params.new_input = views.read("new_input", new_input);
+  params.weight = views.read("weight", weight);
+  params.output = views.write("output", output);
+  params.bias = views.read("bias", bias);
+  params.qk_channels = qk_channels;
+  params.head_dim = head_dim;
+  params.l2_eps = l2_eps;
+  params.update_state = 1;
+  params.pad_slot_id = -1;
+  params.max_num_tokens = -1;
+  params.config = -1;
+  return params;
+}
+
 void verify_fused_conv_kn_batched(
     const MaybeTensor &conv_state, const Tensor &new_input, const Tensor &weight,
     const Tensor &output, const MaybeTensor &conv_state_inter, int64_t qk_channels,
@@ -210,23 +233,15 @@ void verify_fused_conv_kn_batched(
     std::optional<int64_t> max_num_tokens, const MaybeTensor &parent_index, bool update_state,
     int64_t config, bool pdl) {
   const Views views("new_input", new_input);
-  gdn_verify_params params{};
-  params.op = GDN_VERIFY_OP_BATCHED;
-  params.activation = take_activation(activation);
-  params.conv_state = views.write("conv_state", conv_state);
-  params.new_input = views.read("new_input", new_input);
-  params.weight = views.read("weight", weight);
-  params.output = views.write("output", output);
+  gdn_verify_params params =
+      make_params(GDN_VERIFY_OP_BATCHED, views, conv_state, new_input, weight, output, qk_channels,
+                  head_dim, l2_eps, bias, activation);
   params.conv_state_inter = views.write("conv_state_inter", conv_state_inter);
-  params.bias = views.read("bias", bias);
   params.conv_state_indices = views.read("conv_state_indices", conv_state_indices);
   params.inter_indices = views.read("inter_indices", inter_indices);
   params.num_accepted_tokens = views.read("num_accepted_tokens", num_accepted_tokens);
   params.cu_seqlens = views.read("cu_seqlens", cu_seqlens);
   params.parent_index = views.read("parent_index", parent_index);
-  params.qk_channels = qk_channels;
-  params.head_dim = head_dim;
-  params.l2_eps = l2_eps;
   params.pad_slot_id = pad_slot_id;
   params.max_num_tokens = max_num_tokens.value_or(-1);
   params.update_state = update_state;
@@ -243,22 +258,11 @@ void verify_fused_conv_kn(const MaybeTensor &conv_state, const Tensor &new_input
                           const MaybeTensor &num_accepted_tokens, bool update_state, int64_t config,
                           bool pdl) {
   const Views views("new_input", new_input);
-  gdn_verify_params params{};
-  params.op = GDN_VERIFY_OP_SINGLE;
-  params.activation = take_activation(activation);
-  params.conv_state = views.write("conv_state", conv_state);
-  params.new_input = views.read("new_input", new_input);
-  params.weight = views.read("weight", weight);
-  params.output = views.write("output", output);
+  gdn_verify_params params = make_params(GDN_VERIFY_OP_SINGLE, views, conv_state, new_input, weight,
+                                         output, qk_channels, head_dim, l2_eps, bias, activation);
   params.conv_state_inter = views.write("conv_state_inter", conv_state_inter);
-  params.bias = views.read("bias", bias);
   params.parent_index = views.read("parent_index", parent_index);
   params.num_accepted_tokens = views.read("num_accepted_tokens", num_accepted_tokens);
-  params.qk_channels = qk_channels;
-  params.head_dim = head_dim;
-  params.l2_eps = l2_eps;
-  params.pad_slot_id = -1;
-  params.max_num_tokens = -1;
   params.update_state = update_state;
   params.config = config;
   params.pdl = pdl;
@@ -270,22 +274,10 @@ void conv1d_update_l2norm(const Tensor &conv_state, const Tensor &new_input, con
                           double l2_eps, const MaybeTensor &bias, StringHandle activation,
                           const MaybeTensor &conv_state_indices, int64_t pad_slot_id) {
   const Views views("new_input", new_input);
-  gdn_verify_params params{};
-  params.op = GDN_VERIFY_OP_UPDATE;
-  params.activation = take_activation(activation);
-  params.conv_state = views.write("conv_state", conv_state);
-  params.new_input = views.read("new_input", new_input);
-  params.weight = views.read("weight", weight);
-  params.output = views.write("output", output);
-  params.bias = views.read("bias", bias);
+  gdn_verify_params params = make_params(GDN_VERIFY_OP_UPDATE, views, conv_state, new_input, weight,
+                                         output, qk_channels, head_dim, l2_eps, bias, activation);
   params.conv_state_indices = views.read("conv_state_indices", conv_state_indices);
-  params.qk_channels = qk_channels;
-  params.head_dim = head_dim;
-  params.l2_eps = l2_eps;
   params.pad_slot_id = pad_slot_id;
-  params.max_num_tokens = -1;
-  params.update_state = 1;
-  params.config = -1;
   run(params, views.device(), gdn_verify_conv_cpu, gdn_verify_conv_cuda);
 }
 
