@@ -243,6 +243,8 @@ void verify_fused_conv_kn_batched(
   params.cu_seqlens = views.read("cu_seqlens", cu_seqlens);
   params.parent_index = views.read("parent_index", parent_index);
   params.pad_slot_id = pad_slot_id;
+  if (max_num_tokens && *max_num_tokens < 0)
+    fail("max_num_tokens is " + std::to_string(*max_num_tokens) + ", but it must not be negative");
   params.max_num_tokens = max_num_tokens.value_or(-1);
   params.update_state = update_state;
   params.config = config;

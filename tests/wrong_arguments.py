@@ -335,6 +335,7 @@ NUMBERS: list[tuple[Callable[[], Case], str]] = [
      "head_dim must divide qk_channels, but head_dim is 24 and qk_channels is 32"),
     (lambda: update(head_dim=24),
      "head_dim must divide qk_channels, but head_dim is 24 and qk_channels is 32"),
+    (lambda: ragged(max_num_tokens=-1), "max_num_tokens is -1, but it must not be negative"),
     (lambda: batched(activation="relu"), 'activation is "relu"'),
     (lambda: update(activation="SiLU"), 'activation is "SiLU"'),
     (lambda: batched(config=-2), "config must be -1 or one of the "),
