@@ -142,7 +142,8 @@ gdn_verify_status gdn_verify_conv_cuda(const gdn_verify_params *params, void *st
 
 /* ---- commit ---------------------------------------------------------------------------------- */
 
-/* Sets every layer's conv_state to snapshot num_accepted - 1, windows or history. */
+/* Sets every layer's conv_state to snapshot num_accepted - 1, windows or history. All conv_states
+ * have the shape, strides and dtype of the first, and so have all snapshots. */
 typedef struct gdn_verify_commit_params {
   const gdn_verify_tensor *conv_states; /* n_layers of [n_slots, D, S], state dtype; written */
   const gdn_verify_tensor *snapshots;   /* n_layers of conv_state_inter's shapes, same dtype */
@@ -155,6 +156,7 @@ typedef struct gdn_verify_commit_params {
   gdn_verify_parallel_for parallel_for;
 } gdn_verify_commit_params;
 
+/* Status, index values, devices and capture as in gdn_verify_conv_cpu and gdn_verify_conv_cuda. */
 gdn_verify_status gdn_verify_commit_cpu(const gdn_verify_commit_params *params,
                                         gdn_verify_error *err);
 gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params, void *stream,

@@ -89,13 +89,13 @@ typedef struct gdn_verify_commit_problem {
 extern "C" {
 #endif
 
+/* Validate `params` and fill `problem`. n_seq, and n_layers of a commit, is 0 where there is nothing
+ * to do. GDN_VERIFY_OK or GDN_VERIFY_INVALID. */
+gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
+                                          gdn_verify_problem *problem, gdn_verify_error *err);
 gdn_verify_status gdn_verify_make_commit_problem(const gdn_verify_commit_params *params,
                                                  gdn_verify_commit_problem *problem,
                                                  gdn_verify_error *err);
-
-/* Validates `params` and fills `problem`. problem->n_seq is 0 where there is nothing to do. */
-gdn_verify_status gdn_verify_make_problem(const gdn_verify_params *params,
-                                          gdn_verify_problem *problem, gdn_verify_error *err);
 
 /* Check every value of the index tensors, which must be in host memory, shared slots and rows too.
  * GDN_VERIFY_OK or GDN_VERIFY_BAD_INDEX (UNSUPPORTED where memory for the check is lacking). */
