@@ -6,6 +6,8 @@
 
 #include "problem.h"
 
+extern "C" {
+
 /* Fills `err` for `error` of the CUDA runtime and clears it there, so that it does not surface in a
  * later, unrelated call. */
 gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, cudaError_t error);
@@ -16,5 +18,7 @@ gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *prob
                                                   gdn_verify_error *err);
 gdn_verify_status gdn_verify_check_device_commit(const gdn_verify_commit_problem *problem,
                                                  void *stream, gdn_verify_error *err);
+
+} /* extern "C" */
 
 #endif /* GDN_VERIFY_CUDA_HOST_H */

@@ -12,6 +12,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -81,6 +82,13 @@ gdn_verify_activation activation_of(const std::string &name) {
   throw py::value_error("activation is \"" + name + "\", but it must be \"silu\" or \"none\"");
 }
 
+int64_t max_num_tokens_of(std::optional<int64_t> max_num_tokens) {
+  if (max_num_tokens && *max_num_tokens < 0)
+    throw py::value_error("max_num_tokens is " + std::to_string(*max_num_tokens) +
+                          ", but it must not be negative");
+  return max_num_tokens.value_or(-1);
+}
+
 // The arguments that all three operators have; the others absent.
 gdn_verify_params make_params(gdn_verify_op op, const Array &conv_state, const py::array &new_input,
                               const py::array &weight, const py::array &output, int64_t qk_channels,
@@ -133,10 +141,7 @@ void verify_fused_conv_kn_batched(const Array &conv_state, const py::array &new_
   params.cu_seqlens = tensor_of(cu_seqlens, "cu_seqlens", READ);
   params.parent_index = tensor_of(parent_index, "parent_index", READ);
   params.pad_slot_id = pad_slot_id;
-  if (max_num_tokens && *max_num_tokens < 0)
-    throw py::value_error("max_num_tokens is " + std::to_string(*max_num_tokens) +
-                          ", but it must not be negative");
-  params.max_num_tokens = max_num_tokens.value_or(-1);
+  params.max_num_tokens = max_num_tokens_of(max_num_tokens);
   params.update_state = update_state;
   params.config = config;
   params.pdl = pdl;
@@ -194,6 +199,57 @@ void commit_conv_state(const std::vector<py::array> &conv_states,
   params.inter_indices = tensor_of(inter_indices, "inter_indices", READ);
   params.pad_slot_id = pad_slot_id;
   run(params, gdn_verify_commit_cpu);
+}
+
+// ---- a call that is only checked ---------------------------------------------------------------
+
+// A tensor of any library: address, shape, strides in elements, gdn_verify_dtype.
+using Description = std::tuple<uintptr_t, std::vector<int64_t>, std::vector<int64_t>, int32_t>;
+
+gdn_verify_tensor tensor_of(const Description &description) {
+  const auto &[address, shape, strides, dtype] = description;
+  gdn_verify_tensor t{};
+  t.data = reinterpret_cast<void *>(address);
+  t.ndim = static_cast<int32_t>(shape.size());
+  t.dtype = dtype;
+  for (size_t k = 0; k < shape.size() && k < GDN_VERIFY_MAX_DIMS; ++k) {
+    t.shape[k] = shape[k];
+    t.stride[k] = strides.at(k);
+  }
+  return t;
+}
+
+// Raises as verify_fused_conv_kn_batched would for what can be told without reading a tensor.
+void check_batched(const std::map<std::string, Description> &tensors, int64_t qk_channels,
+                   int64_t head_dim, double l2_eps, const std::string &activation,
+                   int64_t pad_slot_id, std::optional<int64_t> max_num_tokens, bool update_state,
+                   int64_t config, bool pdl) {
+  gdn_verify_params params{};
+  const std::map<std::string, gdn_verify_tensor *> views = {
+      {"conv_state", &params.conv_state},
+      {"new_input", &params.new_input},
+      {"weight", &params.weight},
+      {"output", &params.output},
+      {"conv_state_inter", &params.conv_state_inter},
+      {"bias", &params.bias},
+      {"conv_state_indices", &params.conv_state_indices},
+      {"inter_indices", &params.inter_indices},
+      {"num_accepted_tokens", &params.num_accepted_tokens},
+      {"cu_seqlens", &params.cu_seqlens},
+      {"parent_index", &params.parent_index}};
+  for (const auto &[name, description] : tensors) *views.at(name) = tensor_of(description);
+  params.op = GDN_VERIFY_OP_BATCHED;
+  params.qk_channels = qk_channels;
+  params.head_dim = head_dim;
+  params.l2_eps = l2_eps;
+  params.activation = activation_of(activation);
+  params.pad_slot_id = pad_slot_id;
+  params.max_num_tokens = max_num_tokens_of(max_num_tokens);
+  params.update_state = update_state;
+  params.config = config;
+  params.pdl = pdl;
+  gdn_verify_error err{};
+  raise_unless_ok(gdn_verify_check_params(&params, &err), err);
 }
 
 // ---- the arithmetic on arrays -------------------------------------------------------------------
@@ -296,6 +352,10 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
         py::kw_only(), bias, activation, slots, pad_slot_id);
   m.def("commit_conv_state", &commit_conv_state, py::arg("conv_states"), py::arg("snapshots"),
         py::arg("num_accepted"), py::kw_only(), slots, rows, pad_slot_id);
+
+  m.def("check_batched", &check_batched, py::arg("tensors"), py::arg("qk_channels"),
+        py::arg("head_dim"), py::arg("l2_eps"), py::arg("activation"), py::arg("pad_slot_id"),
+        py::arg("max_num_tokens"), py::arg("update_state"), py::arg("config"), py::arg("pdl"));
 
   m.def("exp", &map_array<gdn_verify_exp_array>, py::arg("x"));
   m.def("silu", &map_array<gdn_verify_silu_array>, py::arg("x"));

@@ -2,7 +2,8 @@
  *
  * Knows PyTorch and nothing about convolutions. Each kernel fills a zeroed params struct of
  * gdn_verify.h, sees that all tensors lie on one device, calls the backend of that device and raises
- * the backend's sentence as it stands (RuntimeError in Python). Everything else is checked there.
+ * the backend's sentence as it stands (RuntimeError in Python), behind "CUDA error: " where the CUDA
+ * runtime failed. Everything else is checked there.
  *
  * LibTorch's stable ABI only, as of 2.10: one build loads under that version and every later one.
  * One library serves builds of torch with and without CUDA: the one symbol that only the former
@@ -196,6 +197,7 @@ void run(Params &params, const Device &device,
   } else {
     status = cpu(&params, &error);
   }
+  if (status == GDN_VERIFY_CUDA_ERROR) fail(std::string("CUDA error: ") + error.text);
   if (status != GDN_VERIFY_OK) fail(error.text);
 }
 

@@ -7,12 +7,17 @@ Importing this package loads the operators `torch.ops.gdn.*`. Without torch, `gd
 from importlib import metadata
 from typing import Any
 
+from .errors import GdnVerifyError
+
 __all__ = [
+    "GdnVerifyError",
+    "Supported",
     "__version__",
     "autotune",
     "call_shapes",
     "history_windows",
     "load_tuned",
+    "supported",
     "tune",
     "verify_conv",
 ]
@@ -24,6 +29,7 @@ except metadata.PackageNotFoundError:  # a checkout on the path that was never i
 
 try:
     from .ops import history_windows, verify_conv
+    from .support import Supported, supported
     from .tuned import load_tuned
 
     from .autotune import autotune, call_shapes, tune  # isort: skip  (the function hides the module)

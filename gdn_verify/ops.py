@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import tuned
+from .errors import GdnVerifyError
 
 __all__ = ["history_windows", "verify_conv"]
 
@@ -86,39 +87,66 @@ _register_fake("commit_conv_state", "num_accepted")
 # ---- the wrapper ---------------------------------------------------------------------------------
 
 
-def _allocate_snapshots(
+def refuse_grad(**tensors: Tensor | None) -> None:
+    """Raises where one of them asks for a backward."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise GdnVerifyError(
+                    f"{name} requires grad, but verify_conv has no backward:"
+                    " call it under torch.no_grad() or torch.inference_mode()"
+                )
+
+
+def refuse_indices(inter_indices: Tensor | None, num_accepted_tokens: Tensor | None) -> None:
+    """For where conv_state_inter is not given."""
+    for name, tensor in (
+        ("num_accepted_tokens", num_accepted_tokens),
+        ("inter_indices", inter_indices),
+    ):
+        if tensor is not None:
+            raise GdnVerifyError(
+                f"conv_state_inter must be given with {name}, which points into it"
+            )
+
+
+def allocate_snapshots(
     kind: str,
     conv_state: Tensor | None,
     new_input: Tensor,
     cu_seqlens: Tensor | None,
     max_num_tokens: int | None,
+    device: torch.device | str | None = None,
 ) -> Tensor | None:
+    """What verify_conv takes for `conv_state_inter` where it is not given, on `device`."""
     if kind == "none":
         return None
     if kind not in ("windows", "history"):
-        raise ValueError(f'snapshots is {kind!r}, but it must be "windows", "history" or "none"')
+        raise GdnVerifyError(
+            f'snapshots is {kind!r}, but it must be "windows", "history" or "none"'
+        )
     if conv_state is None:
-        raise ValueError(
+        raise GdnVerifyError(
             "conv_state_inter must be given where conv_state is None: its history is the only state"
         )
     if conv_state.dim() != 3:
-        raise ValueError(f"conv_state has {conv_state.dim()} dimensions, but it must have 3")
+        raise GdnVerifyError(f"conv_state has {conv_state.dim()} dimensions, but it must have 3")
     dims = 3 if cu_seqlens is None else 2
     if new_input.dim() != dims:
-        raise ValueError(f"new_input has {new_input.dim()} dimensions, but it must have {dims}")
+        raise GdnVerifyError(f"new_input has {new_input.dim()} dimensions, but it must have {dims}")
     if cu_seqlens is None:
         n_seq, num_tokens = new_input.shape[0], new_input.shape[1]
     else:
         if max_num_tokens is None:
-            raise ValueError(
+            raise GdnVerifyError(
                 "max_num_tokens must be given with cu_seqlens where conv_state_inter is not:"
                 " it tells how many snapshots of a sequence to allocate"
             )
         n_seq, num_tokens = cu_seqlens.shape[0] - 1, max_num_tokens
     d_inner, state_len = conv_state.shape[1], conv_state.shape[2]
     if kind == "windows":
-        return conv_state.new_empty((n_seq, num_tokens, d_inner, state_len))
-    return conv_state.new_empty((n_seq, state_len - 1 + num_tokens, d_inner))
+        return conv_state.new_empty((n_seq, num_tokens, d_inner, state_len), device=device)
+    return conv_state.new_empty((n_seq, state_len - 1 + num_tokens, d_inner), device=device)
 
 
 _DEFAULTS = {
@@ -176,35 +204,19 @@ def verify_conv(
     The first call on a CUDA device loads what was tuned before (see `gdn_verify.autotune`).
     Writes the committed window into `conv_state` (unless `update_state` is False or `parent_index`
     is given) and returns `(output, conv_state_inter)`. There is no backward.
+
+    Raises GdnVerifyError for a call that the operator refuses, before anything is written; in a
+    graph of torch.compile, and from `torch.ops.gdn.*`, that is a plain RuntimeError. `supported`
+    tells without a call.
     """
-    if torch.is_grad_enabled():
-        for name, tensor in (
-            ("conv_state", conv_state),
-            ("new_input", new_input),
-            ("weight", weight),
-            ("output", output),
-            ("conv_state_inter", conv_state_inter),
-            ("bias", bias),
-        ):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name} requires grad, but verify_conv has no backward:"
-                    " call it under torch.no_grad() or torch.inference_mode()"
-                )
-    if conv_state_inter is None:
-        for name, tensor in (
-            ("num_accepted_tokens", num_accepted_tokens),
-            ("inter_indices", inter_indices),
-        ):
-            if tensor is not None:
-                raise ValueError(
-                    f"conv_state_inter must be given with {name}, which points into it"
-                )
-        conv_state_inter = _allocate_snapshots(
-            snapshots, conv_state, new_input, cu_seqlens, max_num_tokens
-        )
-    if output is None:
-        output = torch.empty_like(new_input, memory_format=torch.contiguous_format)
+    refuse_grad(
+        conv_state=conv_state,
+        new_input=new_input,
+        weight=weight,
+        output=output,
+        conv_state_inter=conv_state_inter,
+        bias=bias,
+    )
     options = {
         "bias": bias,
         "activation": activation,
@@ -219,6 +231,13 @@ def verify_conv(
         "config": config,
         "pdl": pdl,
     }
+    if conv_state_inter is None:
+        refuse_indices(inter_indices, num_accepted_tokens)
+        conv_state_inter = allocate_snapshots(
+            snapshots, conv_state, new_input, cu_seqlens, max_num_tokens
+        )
+    if output is None:
+        output = torch.empty_like(new_input, memory_format=torch.contiguous_format)
     if not is_dynamo_compiling() and tuned.on_call is not None and new_input.is_cuda:
         tuned.on_call(
             conv_state,
@@ -230,18 +249,24 @@ def verify_conv(
             head_dim,
             options,
         )
-    torch.ops.gdn.verify_fused_conv_kn_batched.default(
-        conv_state,
-        new_input,
-        weight,
-        output,
-        conv_state_inter,
-        qk_channels,
-        head_dim,
-        l2_eps,
-        # torch takes half a microsecond to match an argument passed by name, default or not
-        **{name: x for name, x in options.items() if x is not _DEFAULTS[name]},
-    )
+    try:
+        torch.ops.gdn.verify_fused_conv_kn_batched.default(
+            conv_state,
+            new_input,
+            weight,
+            output,
+            conv_state_inter,
+            qk_channels,
+            head_dim,
+            l2_eps,
+            # torch takes half a microsecond to match an argument passed by name, default or not
+            **{name: x for name, x in options.items() if x is not _DEFAULTS[name]},
+        )
+    except RuntimeError as error:
+        # Of torch's own errors (memory) and those of CUDA nobody knows what was written.
+        if type(error) is not RuntimeError or str(error).startswith("CUDA error"):
+            raise
+        raise GdnVerifyError(str(error)) from None
     return output, conv_state_inter
 
 
@@ -252,9 +277,9 @@ def history_windows(history: Tensor, S: int) -> Tensor:
     `history_windows(history, S)[r, t]`.
     """
     if history.dim() not in (2, 3):
-        raise ValueError(f"history has {history.dim()} dimensions, but it must have 3 (or 2)")
+        raise GdnVerifyError(f"history has {history.dim()} dimensions, but it must have 3 (or 2)")
     if S < 1 or history.shape[-2] < S:
-        raise ValueError(
+        raise GdnVerifyError(
             f"history holds {history.shape[-2]} entries a row, but a window takes S = {S}"
         )
     return history.unfold(-2, S, 1)
