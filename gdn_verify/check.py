@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
 import torch
 
 from . import _core, real_input, reference, table, timing
+from .arrays import to_array, to_tensor
 from .compare import first_difference
 from .models import MODELS, Shape
 
@@ -117,24 +117,12 @@ def run_per_token(t: Tensors, shape: Shape) -> None:
 
 def run_reference(t: Tensors, shape: Shape) -> Tensors:
     """The NumPy reference on the CPU, results as tensors on the device of `t`."""
-    state, rows, weight, output, inter = (_to_numpy(x) for x in t)
+    state, rows, weight, output, inter = (to_array(x) for x in t)
     reference.verify_fused_conv_kn_batched(
         state, rows, weight, output, inter, shape.qk_channels, shape.head_dim
     )
     arrays = (state, rows, weight, output, inter)
-    return Tensors(*(_from_numpy(array, t.output.device) for array in arrays))
-
-
-def _to_numpy(x: torch.Tensor) -> np.ndarray:
-    """bfloat16 becomes uint16, as the reference wants it."""
-    x = x.cpu()
-    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def _from_numpy(a: np.ndarray, device: torch.device) -> torch.Tensor:
-    if a.dtype == np.uint16:
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(a).to(device)
+    return Tensors(*(to_tensor(array).to(t.output.device) for array in arrays))
 
 
 # ---- one row of the table ------------------------------------------------------------------------

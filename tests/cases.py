@@ -61,7 +61,9 @@ def call(implementation: str, op: str, *args: Any, **kwargs: Any) -> None:
 
         getattr(_core, op)(*args, **kwargs)
     elif implementation == "torch":
-        _torch_op(op)(*_map(_as_tensor, args), **_map(_as_tensor, kwargs))
+        from gdn_verify.arrays import to_tensor
+
+        _torch_op(op)(*_map(to_tensor, args), **_map(to_tensor, kwargs))
     elif implementation == "cuda":
         device = _OnDevice()
         _torch_op(op)(*_map(device.tensor, args), **_map(device.tensor, kwargs))
@@ -89,15 +91,6 @@ def _map(f: Callable[[np.ndarray], Any], x: Any) -> Any:
     return x
 
 
-def _as_tensor(x: np.ndarray) -> Any:
-    """A tensor on x's memory, with its strides."""
-    import torch
-
-    if x.dtype == np.uint16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
 def buffer_of(x: np.ndarray) -> np.ndarray:
     """The array that owns x's memory."""
     while isinstance(x.base, np.ndarray):
@@ -119,11 +112,13 @@ class _OnDevice:
         self.buffers: dict[int, tuple[np.ndarray, Any]] = {}
 
     def tensor(self, x: np.ndarray) -> Any:
+        from gdn_verify.arrays import to_tensor
+
         owner = buffer_of(x)
         assert owner.flags.c_contiguous
         assert owner.dtype == x.dtype
         if id(owner) not in self.buffers:
-            self.buffers[id(owner)] = owner, _as_tensor(owner.reshape(-1)).cuda()
+            self.buffers[id(owner)] = owner, to_tensor(owner.reshape(-1)).cuda()
         flat = self.buffers[id(owner)][1]
         strides = [s // x.itemsize for s in x.strides]
         return flat.as_strided(x.shape, strides, _offset(x) // x.itemsize)
@@ -131,9 +126,11 @@ class _OnDevice:
     def copy_back(self) -> None:
         import torch
 
+        from gdn_verify.arrays import to_tensor
+
         torch.cuda.synchronize()
         for owner, flat in self.buffers.values():
-            _as_tensor(owner.reshape(-1)).copy_(flat)
+            to_tensor(owner.reshape(-1)).copy_(flat)
 
 
 # ---- cases -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from test_bit_identity import MAX_SEQ, MAX_TOKENS, largest, part
 from test_options import SHIPPED_PAIRS, wrong_index_cases
 
 from gdn_verify import _core
+from gdn_verify.arrays import to_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -75,8 +76,8 @@ def test_programmatic_dependent_launch():
             x, y = y, x
 
         states = [torch.from_numpy(a["conv_state"].copy()).cuda() for _ in range(8)]
-        buffers = [cases._as_tensor(a["new_input"].copy()).cuda() for _ in range(2)]
-        weight = cases._as_tensor(a["weight"].copy()).cuda()
+        buffers = [to_tensor(a["new_input"].copy()).cuda() for _ in range(2)]
+        weight = to_tensor(a["weight"].copy()).cuda()
         for i, state in enumerate(states):
             torch.ops.gdn.verify_fused_conv_kn_batched(
                 state, buffers[i % 2], weight, buffers[1 - i % 2], None, 4096, 128, pdl=True

@@ -24,6 +24,7 @@ from compare import assert_same, assert_same_case  # noqa: E402
 
 import gdn_verify  # noqa: E402
 from gdn_verify import history_windows, reference, verify_conv  # noqa: E402
+from gdn_verify.arrays import to_array, to_tensor  # noqa: E402
 from gdn_verify.models import Shape  # noqa: E402
 
 BASE = Shape(d_inner=1024, qk_channels=512)
@@ -37,33 +38,21 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 # ---- tensors and NumPy arrays ------------------------------------------------------------------
 
 
-def tensor(x: np.ndarray, device: str = "cpu") -> torch.Tensor:
-    """A copy of x; bfloat16 is uint16 there."""
-    if x.dtype == np.uint16:
-        return torch.from_numpy(x.astype(np.int32).astype(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(x.copy()).to(device)
-
-
-def array(x: torch.Tensor) -> np.ndarray:
-    x = x.detach().cpu().contiguous()
-    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
 def tensors(case: Any, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]:
     """Arguments and options of a case as tensors of their own."""
 
     def convert(x: Any) -> Any:
         if isinstance(x, list):
             return [convert(e) for e in x]
-        return tensor(x, device) if isinstance(x, np.ndarray) else x
+        return to_tensor(x.copy()).to(device) if isinstance(x, np.ndarray) else x
 
     args = [convert(x) for x in case.args.values()]
     return args, {name: convert(x) for name, x in case.options.items()}
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor | np.ndarray, label: str = "") -> None:
-    expected = array(expected) if isinstance(expected, torch.Tensor) else expected
-    assert_same(array(actual), expected, label)
+    expected = to_array(expected) if isinstance(expected, torch.Tensor) else expected
+    assert_same(to_array(actual), expected, label)
 
 
 # ---- one call of each operator -----------------------------------------------------------------
@@ -474,7 +463,7 @@ def test_the_sentences_of_the_core_arrive(device: str, argument: str, value: Any
     args, _ = tensors(case, device)
     given = {**dict(zip(case.args, args, strict=True))}
     given[argument] = value.to(device) if isinstance(value, torch.Tensor) else value
-    before = array(given["conv_state"])
+    before = to_array(given["conv_state"]).copy()
     with pytest.raises(RuntimeError) as caught:
         torch.ops.gdn.verify_fused_conv_kn_batched(**given)
     message = str(caught.value)
