@@ -60,14 +60,13 @@ gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *prob
   if (capturing((cudaStream_t)stream)) return GDN_VERIFY_OK;
   gdn_verify_problem host = *problem;
   const int64_t n = host.n_seq;
-  /* parent_index as one row after the other, each of num_tokens */
   const IndexCopy copies[] = {{&host.slot_index, &host.slot_index_stride, n},
                               {&host.row_index, &host.row_index_stride, n},
                               {&host.accepted, &host.accepted_stride, n},
                               {&host.cu_seqlens, &host.cu_seqlens_stride, n + 1}};
   int32_t *storage = NULL, *parents = NULL;
   cudaError_t error = copy_to_host(copies, 4, (cudaStream_t)stream, &storage);
-  if (error == cudaSuccess && host.parent) {
+  if (error == cudaSuccess && host.parent) { /* one row after the other, each of num_tokens */
     parents = (int32_t *)malloc((size_t)(n * host.num_tokens) * sizeof *parents);
     if (!parents) error = cudaErrorMemoryAllocation;
     for (int64_t i = 0; error == cudaSuccess && i < n * host.num_tokens; ++i)

@@ -9,8 +9,7 @@
  * writes nothing but these totals, the second computes again and scales. The work of a sequence
  * beyond the last is to zero the packed output rows that no sequence owns.
  *
- * Built as C11 with -O3 -ffp-contract=off, which is needed for the right bits. For speed, without any
- * effect on values, -fno-math-errno -fno-trapping-math (cpu_levels.c). Link with -lm -pthread.
+ * Flags: those of cpu_levels.c, which says why.
  */
 #include "cpu_internal.h"
 
