@@ -142,6 +142,11 @@ def allocate_snapshots(
                 "max_num_tokens must be given with cu_seqlens where conv_state_inter is not:"
                 " it tells how many snapshots of a sequence to allocate"
             )
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+            raise GdnVerifyError(f"cu_seqlens must be [n_seq + 1], but is {list(cu_seqlens.shape)}")
+        # in a graph it may be a number that is known only later
+        if not is_dynamo_compiling() and isinstance(max_num_tokens, int) and max_num_tokens < 0:
+            raise GdnVerifyError(f"max_num_tokens is {max_num_tokens}, but it must not be negative")
         n_seq, num_tokens = cu_seqlens.shape[0] - 1, max_num_tokens
     d_inner, state_len = conv_state.shape[1], conv_state.shape[2]
     if kind == "windows":

@@ -15,6 +15,7 @@ from wrong_arguments import DTYPES, NUMBERS, SHAPES, SHARED, STRIDES, batched
 torch = pytest.importorskip("torch")
 
 from gdn_verify import GdnVerifyError, Supported, supported, verify_conv  # noqa: E402
+from gdn_verify.arrays import to_tensor  # noqa: E402
 from gdn_verify.support import runs_on  # noqa: E402
 
 TABLE = [(build, text) for build, text in SHAPES + DTYPES + NUMBERS + STRIDES + SHARED
@@ -30,10 +31,10 @@ def keywords(case: Case, device: str = "cpu") -> dict[str, Any]:
     def tensor(x: np.ndarray) -> Any:
         owner = buffer_of(x)
         if x.size == 0:  # its strides mean nothing to NumPy
-            dtype = cases._as_tensor(np.empty(0, x.dtype)).dtype
+            dtype = to_tensor(np.empty(0, x.dtype)).dtype
             return torch.empty(x.shape, dtype=dtype, device=device)
         if id(owner) not in buffers:
-            buffers[id(owner)] = cases._as_tensor(owner.copy().reshape(-1)).to(device)
+            buffers[id(owner)] = to_tensor(owner.copy().reshape(-1)).to(device)
         flat = buffers[id(owner)]
         strides = [s // x.itemsize for s in x.strides]
         return flat.as_strided(x.shape, strides, cases._offset(x) // x.itemsize)

@@ -244,6 +244,29 @@ def test_dynamic_graph_is_compiled_once() -> None:
         assert counter.frame_count == compiled_before
 
 
+def operate_on_lengths_of_the_data(
+    states: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max().item())
+    return verify_conv(
+        states, packed, weight, cu_seqlens=cu_seqlens, max_num_tokens=longest, **HEADS
+    )[0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_graph_learns_max_num_tokens_when_it_runs() -> None:
+    case = batched(n_seq=5, ragged="max_num_tokens")
+    expected = run("reference", case)
+    args, options = tensors(case)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(
+            operate_on_lengths_of_the_data, fullgraph=True, backend="aot_eager"
+        )
+        output = compiled(*args[:3], options["cu_seqlens"])
+    equal(output, expected.args["output"])
+    equal(args[0], expected.args["conv_state"])
+
+
 @on_each_device
 def test_inference_mode(device: str) -> None:
     case = batched()
@@ -404,6 +427,12 @@ def test_wrapper_uses_what_it_is_given() -> None:
         ({"cu_seqlens": torch.zeros(4, dtype=torch.int32),
           "new_input": torch.empty(0, 1024, dtype=torch.bfloat16)},
          "max_num_tokens must be given with cu_seqlens"),
+        ({"cu_seqlens": torch.zeros(4, dtype=torch.int32), "max_num_tokens": -3,
+          "new_input": torch.empty(0, 1024, dtype=torch.bfloat16)},
+         "max_num_tokens is -3, but it must not be negative"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32), "max_num_tokens": 4,
+          "new_input": torch.empty(0, 1024, dtype=torch.bfloat16)},
+         r"cu_seqlens must be \[n_seq \+ 1\], but is \[0\]"),
         ({"new_input": torch.empty(4, 1024)}, "new_input has 2 dimensions, but it must have 3"),
         ({"conv_state": torch.empty(1024, 4)}, "conv_state has 2 dimensions, but it must have 3"),
         ({"weight": torch.nn.Parameter(torch.empty(1024, 4))}, "weight requires grad"),
@@ -478,6 +507,13 @@ def test_index_values_are_checked_on_the_cpu() -> None:
     slots = torch.tensor([0, 7, 1], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="conv_state_indices"):
         torch.ops.gdn.verify_fused_conv_kn_batched(*args, conv_state_indices=slots)
+
+
+def test_max_num_tokens_is_not_negative() -> None:
+    args, options = tensors(batched(ragged="max_num_tokens"))
+    options["max_num_tokens"] = -3  # what the core takes for an absent one
+    with pytest.raises(RuntimeError, match="max_num_tokens is -3, but it must not be negative"):
+        torch.ops.gdn.verify_fused_conv_kn_batched(*args, **options)
 
 
 def test_activation_is_checked() -> None:
