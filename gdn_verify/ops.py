@@ -54,7 +54,7 @@ def _register_fake(name: str, first: str) -> None:
                         " all tensors must be on one device"
                     )
 
-    torch.library.register_fake(f"gdn::{name}", fake)
+    torch.library.register_fake(f"gdn::{name}", fake, allow_override=True)  # by a reload
 
 
 def _lower_storage_offset() -> None:
