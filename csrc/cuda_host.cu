@@ -20,31 +20,37 @@ gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, 
                          cudaGetErrorString(error));
 }
 
-/* An index tensor on its way to the host. */
+/* An index tensor [outer, inner] on its way to the host. */
 typedef struct IndexCopy {
-  const int32_t **pointer; /* device pointer before, host pointer after; null pointer: absent */
-  int64_t *stride;         /* becomes 1 */
-  int64_t count;
+  const int32_t **pointer; /* device pointer before, host pointer after; to null: absent */
+  int64_t *outer_stride;   /* becomes `inner` */
+  int64_t *inner_stride;   /* becomes 1; null where inner is 1 */
+  int64_t outer, inner;
 } IndexCopy;
 
-/* Copies each tensor into one allocation, which the caller frees. */
+/* Copies every tensor into one allocation, which the caller frees. */
 static cudaError_t copy_to_host(const IndexCopy *copies, int n, cudaStream_t stream,
                                 int32_t **storage) {
   int64_t total = 1;
-  for (int i = 0; i < n; ++i) total += copies[i].count;
+  for (int i = 0; i < n; ++i) total += copies[i].outer * copies[i].inner;
   int32_t *to = *storage = (int32_t *)malloc((size_t)total * sizeof *to);
   if (!to) return cudaErrorMemoryAllocation;
   for (int i = 0; i < n; ++i) {
     const IndexCopy *copy = &copies[i];
     if (!*copy->pointer) continue;
-    for (int64_t j = 0; j < copy->count; ++j) {
-      const cudaError_t error = cudaMemcpyAsync(to + j, *copy->pointer + j * *copy->stride,
-                                                sizeof *to, cudaMemcpyDeviceToHost, stream);
+    const int64_t inner_stride = copy->inner_stride ? *copy->inner_stride : 0;
+    const int64_t count = copy->outer * copy->inner;
+    for (int64_t j = 0; j < count; ++j) {
+      const int32_t *from =
+          *copy->pointer + j / copy->inner * *copy->outer_stride + j % copy->inner * inner_stride;
+      const cudaError_t error =
+          cudaMemcpyAsync(to + j, from, sizeof *to, cudaMemcpyDeviceToHost, stream);
       if (error != cudaSuccess) return error;
     }
     *copy->pointer = to;
-    *copy->stride = 1;
-    to += copy->count;
+    *copy->outer_stride = copy->inner;
+    if (copy->inner_stride) *copy->inner_stride = 1;
+    to += count;
   }
   return cudaStreamSynchronize(stream);
 }
@@ -60,30 +66,18 @@ gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *prob
   if (capturing((cudaStream_t)stream)) return GDN_VERIFY_OK;
   gdn_verify_problem host = *problem;
   const int64_t n = host.n_seq;
-  const IndexCopy copies[] = {{&host.slot_index, &host.slot_index_stride, n},
-                              {&host.row_index, &host.row_index_stride, n},
-                              {&host.accepted, &host.accepted_stride, n},
-                              {&host.cu_seqlens, &host.cu_seqlens_stride, n + 1}};
-  int32_t *storage = NULL, *parents = NULL;
-  cudaError_t error = copy_to_host(copies, 4, (cudaStream_t)stream, &storage);
-  if (error == cudaSuccess && host.parent) { /* one row after the other, each of num_tokens */
-    parents = (int32_t *)malloc((size_t)(n * host.num_tokens) * sizeof *parents);
-    if (!parents) error = cudaErrorMemoryAllocation;
-    for (int64_t i = 0; error == cudaSuccess && i < n * host.num_tokens; ++i)
-      error = cudaMemcpyAsync(parents + i,
-                              host.parent + i / host.num_tokens * host.parent_seq +
-                                  i % host.num_tokens * host.parent_token,
-                              sizeof *parents, cudaMemcpyDeviceToHost, (cudaStream_t)stream);
-    if (error == cudaSuccess) error = cudaStreamSynchronize((cudaStream_t)stream);
-    host.parent = parents;
-    host.parent_seq = host.num_tokens;
-    host.parent_token = 1;
-  }
+  const IndexCopy copies[] = {
+      {&host.slot_index, &host.slot_index_stride, NULL, n, 1},
+      {&host.row_index, &host.row_index_stride, NULL, n, 1},
+      {&host.accepted, &host.accepted_stride, NULL, n, 1},
+      {&host.cu_seqlens, &host.cu_seqlens_stride, NULL, n + 1, 1},
+      {&host.parent, &host.parent_seq, &host.parent_token, n, host.num_tokens}};
+  int32_t *storage = NULL;
+  const cudaError_t error = copy_to_host(copies, 5, (cudaStream_t)stream, &storage);
   const gdn_verify_status status = error == cudaSuccess
                                        ? gdn_verify_check_indices(&host, err)
                                        : gdn_verify_fail_cuda(err, "reading the indices", error);
   free(storage);
-  free(parents);
   return status;
 }
 
@@ -92,9 +86,9 @@ gdn_verify_status gdn_verify_check_device_commit(const gdn_verify_commit_problem
   if (capturing((cudaStream_t)stream)) return GDN_VERIFY_OK;
   gdn_verify_commit_problem host = *problem;
   const int64_t n = host.n_seq;
-  const IndexCopy copies[] = {{&host.slot_index, &host.slot_index_stride, n},
-                              {&host.row_index, &host.row_index_stride, n},
-                              {&host.accepted, &host.accepted_stride, n}};
+  const IndexCopy copies[] = {{&host.slot_index, &host.slot_index_stride, NULL, n, 1},
+                              {&host.row_index, &host.row_index_stride, NULL, n, 1},
+                              {&host.accepted, &host.accepted_stride, NULL, n, 1}};
   int32_t *storage = NULL;
   const cudaError_t error = copy_to_host(copies, 3, (cudaStream_t)stream, &storage);
   const gdn_verify_status status = error == cudaSuccess

@@ -26,7 +26,7 @@ typedef struct Unit {
   bool norm;
 } Unit;
 
-static __device__ __forceinline__ int64_t num_units(const gdn_verify_problem &p) {
+static __host__ __device__ __forceinline__ int64_t num_units(const gdn_verify_problem &p) {
   const int64_t others = p.d_inner - p.qk_channels;
   return p.qk_channels / p.head_dim + (others + UNIT_CHANNELS - 1) / UNIT_CHANNELS;
 }

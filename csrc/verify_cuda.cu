@@ -187,7 +187,7 @@ static cudaError_t launch_kernel(const void *kernel, dim3 grid, dim3 block, size
 }
 
 static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
-  const int64_t size = p->state_dtype == GDN_VERIFY_FLOAT32 ? 4 : 2;
+  const int64_t size = gdn_verify_dtype_size(p->state_dtype);
   const int64_t snapshot_outer[] = {p->snapshot_row, p->snapshot_token};
   FastLaunch launch;
   launch.weight = p->weight;
@@ -241,8 +241,7 @@ static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl
 }
 
 static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *stream) {
-  const int64_t others = p->d_inner - p->qk_channels;
-  const int64_t units = p->qk_channels / p->head_dim + (others + UNIT_CHANNELS - 1) / UNIT_CHANNELS;
+  const int64_t units = num_units(*p);
   const int64_t most = 1 << 20;
   const int64_t pairs = (p->n_seq + 1) > most / units ? most : (p->n_seq + 1) * units;
   gdn_verify_problem argument = *p;
