@@ -7,15 +7,59 @@
 #include "device.cuh"
 
 #define COMMIT_THREADS 256
-#define COMMIT_CHUNK (4 * COMMIT_THREADS) /* 16-byte pieces, or channels, of a block */
+#define COMMIT_STEPS 4 /* 16-byte pieces, or channels, of a thread */
+#define COMMIT_CHUNK (COMMIT_STEPS * COMMIT_THREADS)
 
 typedef struct CommitLaunch {
   gdn_verify_commit_problem p;
-  int64_t pieces; /* of one slot: 16 bytes each where `dense`, else channels */
-  int64_t chunks; /* blocks of one slot */
+  int64_t pieces;        /* of one slot: 16 bytes each where dense, else channels */
+  int64_t chunks;        /* blocks of one slot */
+  int32_t packed_window; /* conv_state is [D, 4] contiguous and aligned: a window is one store */
   void *state[GDN_VERIFY_COMMIT_LAYERS];
   const void *snapshot[GDN_VERIFY_COMMIT_LAYERS];
 } CommitLaunch;
+
+/* Both copy pieces first + 0, 1, .. * COMMIT_THREADS; all loads come before the first store. */
+static __device__ __forceinline__ void copy_dense(const CommitLaunch &launch, uint4 *to,
+                                                  const uint4 *from, int64_t first) {
+  uint4 x[COMMIT_STEPS];
+#pragma unroll
+  for (int i = 0; i < COMMIT_STEPS; ++i)
+    if (first + i * COMMIT_THREADS < launch.pieces) x[i] = from[first + i * COMMIT_THREADS];
+#pragma unroll
+  for (int i = 0; i < COMMIT_STEPS; ++i)
+    if (first + i * COMMIT_THREADS < launch.pieces) to[first + i * COMMIT_THREADS] = x[i];
+}
+
+template <typename Element>
+static __device__ __forceinline__ void copy_channels(const CommitLaunch &launch, Element *to,
+                                                     const Element *from, int64_t first) {
+  const gdn_verify_commit_problem &p = launch.p;
+  Element x[COMMIT_STEPS][GDN_VERIFY_MAX_D_CONV];
+#pragma unroll
+  for (int i = 0; i < COMMIT_STEPS; ++i) {
+    const int64_t channel = first + i * COMMIT_THREADS;
+#pragma unroll
+    for (int c = 0; c < GDN_VERIFY_MAX_D_CONV; ++c)
+      if (channel < launch.pieces && c < p.state_len)
+        x[i][c] = from[channel * p.snapshot_channel + c * p.snapshot_column];
+  }
+#pragma unroll
+  for (int i = 0; i < COMMIT_STEPS; ++i) {
+    const int64_t channel = first + i * COMMIT_THREADS;
+    if (channel >= launch.pieces) return;
+    if (launch.packed_window) {
+      Pack<Element, 4> window;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) window.element[c] = x[i][c];
+      *(Pack<Element, 4> *)(to + 4 * channel) = window;
+      continue;
+    }
+#pragma unroll
+    for (int c = 0; c < GDN_VERIFY_MAX_D_CONV; ++c)
+      if (c < p.state_len) to[channel * p.state_channel + c * p.state_column] = x[i][c];
+  }
+}
 
 /* Grid: x shares the (sequence, chunk) pairs, y is the layer. */
 template <typename Element, bool DENSE>
@@ -29,19 +73,19 @@ static __global__ void __launch_bounds__(COMMIT_THREADS)
     Element *to = (Element *)launch.state[blockIdx.y] + slot * p.state_slot;
     const Element *from = (const Element *)launch.snapshot[blockIdx.y] + row * p.snapshot_row +
                           snapshot * p.snapshot_token;
-#pragma unroll
-    for (int step = 0; step < COMMIT_CHUNK / COMMIT_THREADS; ++step) {
-      const int64_t piece = chunk * COMMIT_CHUNK + step * COMMIT_THREADS + threadIdx.x;
-      if (piece >= launch.pieces) break;
-      if (DENSE) {
-        ((uint4 *)to)[piece] = ((const uint4 *)from)[piece];
-      } else {
-        for (int column = 0; column < p.state_len; ++column)
-          to[piece * p.state_channel + column * p.state_column] =
-              from[piece * p.snapshot_channel + column * p.snapshot_column];
-      }
-    }
+    const int64_t first = chunk * COMMIT_CHUNK + threadIdx.x;
+    if (DENSE)
+      copy_dense(launch, (uint4 *)to, (const uint4 *)from, first);
+    else
+      copy_channels(launch, to, from, first);
   }
+}
+
+/* Whether all layers' state starts where `bytes` can be moved at once. */
+static bool states_aligned(const gdn_verify_commit_problem *p, uint64_t bytes) {
+  for (int64_t i = 0; i < p->n_layers; ++i)
+    if ((uintptr_t)p->conv_states[i].data % bytes != 0) return false;
+  return true;
 }
 
 /* Whether slots and snapshots are dense pieces of the same layout, aligned for 16-byte moves. */
@@ -55,13 +99,11 @@ static bool is_dense(const gdn_verify_commit_problem *p) {
       p->snapshot_token % per_piece != 0)
     return false;
   for (int64_t i = 0; i < p->n_layers; ++i)
-    if ((uintptr_t)p->conv_states[i].data % 16 != 0 || (uintptr_t)p->snapshots[i].data % 16 != 0)
-      return false;
-  return true;
+    if ((uintptr_t)p->snapshots[i].data % 16 != 0) return false;
+  return states_aligned(p, 16);
 }
 
-static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, bool dense,
-                                 cudaStream_t stream) {
+static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, bool dense, void *stream) {
   const gdn_verify_commit_problem *p = &launch->p;
   int64_t layers = p->n_layers - first;
   if (layers > GDN_VERIFY_COMMIT_LAYERS) layers = GDN_VERIFY_COMMIT_LAYERS;
@@ -71,19 +113,13 @@ static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, bool dense
   }
   const int64_t most = 1 << 20;
   const int64_t pairs = p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
-  const dim3 grid((unsigned)pairs, (unsigned)layers);
-  if (p->element_size == 4) {
-    if (dense)
-      commit_kernel<uint32_t, true><<<grid, COMMIT_THREADS, 0, stream>>>(*launch);
-    else
-      commit_kernel<uint32_t, false><<<grid, COMMIT_THREADS, 0, stream>>>(*launch);
-  } else {
-    if (dense)
-      commit_kernel<uint16_t, true><<<grid, COMMIT_THREADS, 0, stream>>>(*launch);
-    else
-      commit_kernel<uint16_t, false><<<grid, COMMIT_THREADS, 0, stream>>>(*launch);
-  }
-  return cudaGetLastError();
+  const bool wide = p->element_size == 4;
+  const void *kernel = dense  ? (wide ? (const void *)commit_kernel<uint32_t, true>
+                                      : (const void *)commit_kernel<uint16_t, true>)
+                       : wide ? (const void *)commit_kernel<uint32_t, false>
+                              : (const void *)commit_kernel<uint16_t, false>;
+  return gdn_verify_launch(kernel, dim3((unsigned)pairs, (unsigned)layers), dim3(COMMIT_THREADS), 0,
+                           false, stream, launch);
 }
 
 extern "C" gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params,
@@ -97,10 +133,13 @@ extern "C" gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_para
   }
   const bool dense = is_dense(&launch.p);
   const int64_t bytes = launch.p.d_inner * launch.p.state_len * launch.p.element_size;
+  launch.packed_window = launch.p.state_len == 4 && launch.p.state_channel == 4 &&
+                         launch.p.state_column == 1 && launch.p.state_slot % 4 == 0 &&
+                         states_aligned(&launch.p, 4 * (uint64_t)launch.p.element_size);
   launch.pieces = dense ? bytes / 16 : launch.p.d_inner;
   launch.chunks = (launch.pieces + COMMIT_CHUNK - 1) / COMMIT_CHUNK;
   for (int64_t first = 0; first < launch.p.n_layers; first += GDN_VERIFY_COMMIT_LAYERS) {
-    const cudaError_t error = launch_layers(&launch, first, dense, (cudaStream_t)stream);
+    const cudaError_t error = launch_layers(&launch, first, dense, stream);
     if (error != cudaSuccess) return gdn_verify_fail_cuda(err, "the launch", error);
   }
   return GDN_VERIFY_OK;

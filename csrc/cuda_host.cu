@@ -1,4 +1,4 @@
-/* cuda_host.cu - errors of the CUDA runtime, and GDN_VERIFY_CHECK: index tensors read back and
+/* cuda_host.cu - launches, errors of the CUDA runtime, and GDN_VERIFY_CHECK: index tensors read back and
  * checked by the same code as on the CPU. No kernels. */
 #include "cuda_host.h"
 
@@ -20,6 +20,28 @@ gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, 
                          cudaGetErrorString(error));
 }
 
+/* Code below 9.0 has no wait, and must not overlap what it would wait for. */
+static bool waits_for_predecessor(const void *kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
+cudaError_t gdn_verify_launch(const void *kernel, dim3 grid, dim3 block, size_t shared, bool pdl,
+                              void *stream, void *argument) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = grid;
+  launch.blockDim = block;
+  launch.dynamicSmemBytes = shared;
+  launch.stream = (cudaStream_t)stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = pdl && waits_for_predecessor(kernel) ? 1 : 0;
+  void *arguments[] = {argument};
+  return cudaLaunchKernelExC(&launch, kernel, arguments);
+}
+
 /* An index tensor [outer, inner] on its way to the host. */
 typedef struct IndexCopy {
   const int32_t **pointer; /* device pointer before, host pointer after; to null: absent */
@@ -27,6 +49,20 @@ typedef struct IndexCopy {
   int64_t *inner_stride;   /* becomes 1; null where inner is 1 */
   int64_t outer, inner;
 } IndexCopy;
+
+/* Rows of `width` side by side in one copy, anything else element by element. */
+static cudaError_t copy_rows(int32_t *to, const int32_t *from, int64_t rows, int64_t pitch,
+                             int64_t width, int64_t stride, cudaStream_t stream) {
+  const size_t bytes = sizeof *to;
+  if ((stride == 1 || width == 1) && pitch >= width)
+    return cudaMemcpy2DAsync(to, (size_t)width * bytes, from, (size_t)pitch * bytes,
+                             (size_t)width * bytes, (size_t)rows, cudaMemcpyDeviceToHost, stream);
+  cudaError_t error = cudaSuccess;
+  for (int64_t i = 0; error == cudaSuccess && i < rows * width; ++i)
+    error = cudaMemcpyAsync(to + i, from + i / width * pitch + i % width * stride, bytes,
+                            cudaMemcpyDeviceToHost, stream);
+  return error;
+}
 
 /* Copies every tensor into one allocation, which the caller frees. */
 static cudaError_t copy_to_host(const IndexCopy *copies, int n, cudaStream_t stream,
@@ -37,28 +73,25 @@ static cudaError_t copy_to_host(const IndexCopy *copies, int n, cudaStream_t str
   if (!to) return cudaErrorMemoryAllocation;
   for (int i = 0; i < n; ++i) {
     const IndexCopy *copy = &copies[i];
-    if (!*copy->pointer) continue;
-    const int64_t inner_stride = copy->inner_stride ? *copy->inner_stride : 0;
-    const int64_t count = copy->outer * copy->inner;
-    for (int64_t j = 0; j < count; ++j) {
-      const int32_t *from =
-          *copy->pointer + j / copy->inner * *copy->outer_stride + j % copy->inner * inner_stride;
-      const cudaError_t error =
-          cudaMemcpyAsync(to + j, from, sizeof *to, cudaMemcpyDeviceToHost, stream);
-      if (error != cudaSuccess) return error;
-    }
+    if (!*copy->pointer || copy->outer * copy->inner == 0) continue;
+    const cudaError_t error =
+        copy_rows(to, *copy->pointer, copy->outer, *copy->outer_stride, copy->inner,
+                  copy->inner_stride ? *copy->inner_stride : 1, stream);
+    if (error != cudaSuccess) return error;
     *copy->pointer = to;
     *copy->outer_stride = copy->inner;
     if (copy->inner_stride) *copy->inner_stride = 1;
-    to += count;
+    to += copy->outer * copy->inner;
   }
   return cudaStreamSynchronize(stream);
 }
 
 static bool capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess)
+    return status != cudaStreamCaptureStatusNone;
+  (void)cudaGetLastError(); /* the legacy stream while another is captured: counts as captured */
+  return true;
 }
 
 gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *problem, void *stream,

@@ -12,6 +12,11 @@ extern "C" {
  * later, unrelated call. */
 gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, cudaError_t error);
 
+/* Launches `kernel` with its one argument. `pdl`: as a programmatic dependent, where the code that the
+ * device runs waits for its predecessor (compute capability 9.0 and later, and compiled for it). */
+cudaError_t gdn_verify_launch(const void *kernel, dim3 grid, dim3 block, size_t shared, bool pdl,
+                              void *stream, void *argument);
+
 /* Synchronises the stream, reads the index tensors and reports a bad value as the CPU path does.
  * Does nothing while the stream is being captured. */
 gdn_verify_status gdn_verify_check_device_indices(const gdn_verify_problem *problem, void *stream,

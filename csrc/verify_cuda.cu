@@ -119,23 +119,16 @@ static bool rows_fit(const gdn_verify_problem *p, int v) {
          p->input_token % v == 0 && p->output_seq % v == 0 && p->output_token % v == 0;
 }
 
-/* Strides are 32 bits wide in the fast kernel, and those of tokens multiplied there. */
+/* Strides are 32 bits wide in the fast kernel, and multiplied by small numbers there. */
 static bool strides_fit(const gdn_verify_problem *p) {
+  const int64_t most = INT32_MAX / MAX_STEPS;
   const int64_t strides[] = {
-      p->input_seq,
-      p->output_seq,
-      p->state_slot,
-      p->state_channel,
-      p->state_column,
-      p->snapshot_row,
-      p->snapshot_channel,
-      p->snapshot_column,
-      p->input_token * MAX_STEPS,
-      p->output_token * MAX_STEPS,
-      p->snapshot_token * MAX_STEPS,
+      p->input_seq,      p->input_token,      p->output_seq,      p->output_token,
+      p->state_slot,     p->state_channel,    p->state_column,    p->snapshot_row,
+      p->snapshot_token, p->snapshot_channel, p->snapshot_column,
   };
   for (size_t i = 0; i < sizeof strides / sizeof strides[0]; ++i)
-    if (strides[i] < INT32_MIN || strides[i] > INT32_MAX) return false;
+    if (strides[i] < -most || strides[i] > most) return false;
   return true;
 }
 
@@ -169,22 +162,6 @@ static FastKernel pick_fast_kernel(const gdn_verify_problem *p, int config) {
 }
 
 /* ---- launching ------------------------------------------------------------------------------- */
-
-static cudaError_t launch_kernel(const void *kernel, dim3 grid, dim3 block, size_t shared, bool pdl,
-                                 void *stream, void *argument) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = grid;
-  launch.blockDim = block;
-  launch.dynamicSmemBytes = shared;
-  launch.stream = (cudaStream_t)stream;
-  launch.attrs = &attribute;
-  launch.numAttrs = pdl ? 1 : 0;
-  void *arguments[] = {argument};
-  return cudaLaunchKernelExC(&launch, kernel, arguments);
-}
 
 static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
   const int64_t size = gdn_verify_dtype_size(p->state_dtype);
@@ -236,8 +213,8 @@ static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl
                   (unsigned)(p->d_inner / FAST_HEAD_DIM),
                   (unsigned)((p->num_tokens + tokens - 1) / tokens));
   const size_t shared = (size_t)groups * (size_t)t * sizeof(float[FAST_GROUPS]);
-  return launch_kernel((const void *)pick_fast_kernel(p, config), grid, block, shared, pdl, stream,
-                       &launch);
+  return gdn_verify_launch((const void *)pick_fast_kernel(p, config), grid, block, shared, pdl,
+                           stream, &launch);
 }
 
 static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *stream) {
@@ -245,8 +222,8 @@ static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *s
   const int64_t most = 1 << 20;
   const int64_t pairs = (p->n_seq + 1) > most / units ? most : (p->n_seq + 1) * units;
   gdn_verify_problem argument = *p;
-  return launch_kernel((const void *)general_kernel, dim3((unsigned)pairs), dim3(GENERAL_THREADS),
-                       0, pdl, stream, &argument);
+  return gdn_verify_launch((const void *)general_kernel, dim3((unsigned)pairs),
+                           dim3(GENERAL_THREADS), 0, pdl, stream, &argument);
 }
 
 /* What the tuned table has for this call, -1 where it has nothing. */

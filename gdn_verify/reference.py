@@ -269,10 +269,9 @@ def verify_fused_conv_kn_batched(
     [n_rows, >=S-1+K, D], or None; written. Index arrays int32: conv_state_indices, inter_indices,
     num_accepted_tokens [n_seq], cu_seqlens [n_seq + 1], parent_index [n_seq, K].
     """
-    del max_num_tokens  # a limit for the kernels; the rows of each sequence say it all here
     d_inner, d_conv = weight.shape
     n_seq = len(cu_seqlens) - 1 if cu_seqlens is not None else new_input.shape[0]
-    if n_seq == 0:
+    if n_seq == 0 or max_num_tokens == 0:  # otherwise the rows of each sequence say it all
         return
     state_len = d_conv - 1 if conv_state is None else conv_state.shape[-1]
     slot_or_row = conv_state_indices if conv_state is not None else inter_indices
