@@ -26,6 +26,12 @@ if not _LIBRARY.exists():
         f"gdn_verify was built without its PyTorch operators ({_LIBRARY} is missing): install it"
         " where torch is installed, with `pip install --no-build-isolation .`"
     )
+_loaded = str(_LIBRARY.resolve()) in torch.ops.loaded_libraries
+if not _loaded and hasattr(torch.ops.gdn, "verify_fused_conv_kn_batched"):
+    raise ImportError(
+        "torch.ops.gdn.* are those of another copy of gdn_verify in this process,"
+        f" not of {_LIBRARY}"
+    )
 torch.ops.load_library(str(_LIBRARY))
 
 

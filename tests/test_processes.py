@@ -1,0 +1,144 @@
+"""Imported again, reloaded, pickled, forked and spawned: nothing breaks or registers twice."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gdn_verify  # noqa: E402
+from gdn_verify import supported, verify_conv  # noqa: E402
+from gdn_verify.tuned import CallShape, Tuned  # noqa: E402
+
+CALL = """
+    import torch, gdn_verify
+
+    def call():
+        state, x = torch.ones(2, 64, 4), torch.ones(2, 3, 64)
+        return gdn_verify.verify_conv(state, x, torch.ones(64, 4), qk_channels=32, head_dim=16)[0]
+
+    expected = call()
+"""
+
+
+def python(code: str) -> None:
+    text = textwrap.dedent(CALL) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+def test_import_and_load_again() -> None:
+    python("""
+        import importlib, sys
+        first, function = gdn_verify, gdn_verify.verify_conv
+        importlib.reload(gdn_verify)
+        importlib.reload(gdn_verify.ops)
+        importlib.reload(gdn_verify.support)
+        import gdn_verify.distributed
+        importlib.reload(gdn_verify.distributed)
+        assert torch.equal(call(), expected)
+        for name in [name for name in sys.modules if name.startswith("gdn_verify")]:
+            if "_core" not in name:  # a module of C++ is made once
+                del sys.modules[name]
+        import gdn_verify
+        import gdn_verify.distributed
+        assert gdn_verify is not first
+        assert torch.equal(call(), expected)
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(), expected)
+        torch.ops.load_library(gdn_verify.ops._LIBRARY)
+        schemas = torch._C._jit_get_schemas_for_operator("gdn::verify_fused_conv_kn_batched")
+        assert len(schemas) == 1
+    """)
+
+
+def test_a_second_copy_of_the_package_is_refused(tmp_path) -> None:
+    """The operators of a process are those of one build; another one would end the process."""
+    python(f"""
+        import pathlib, shutil, sys
+        folder = pathlib.Path(gdn_verify.__file__).parent
+        shutil.copytree(folder, "{tmp_path}/gdn_verify")
+        for name in [name for name in sys.modules if name.startswith("gdn_verify")]:
+            del sys.modules[name]
+        sys.path.insert(0, "{tmp_path}")
+        first = gdn_verify
+        import gdn_verify
+        assert gdn_verify.__file__.startswith("{tmp_path}")
+        try:
+            gdn_verify.verify_conv
+        except ImportError as error:
+            assert "another copy of gdn_verify" in str(error)
+        else:
+            raise SystemExit("no error")
+        gdn_verify = first
+        assert torch.equal(call(), expected)
+    """)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_child_process_computes_the_same(start: str, tmp_path) -> None:
+    (tmp_path / "child.py").write_text(
+        textwrap.dedent(CALL)
+        + textwrap.dedent(f"""
+            import torch.multiprocessing as mp
+
+            if __name__ == "__main__":
+                context = mp.get_context("{start}")
+                with context.Pool(2) as pool:
+                    results = [pool.apply_async(call) for _ in range(4)]
+                    for result in results:
+                        assert torch.equal(result.get(60), expected)
+                assert torch.equal(call(), expected)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "child.py"], capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_after_the_core_ran_its_own_threads() -> None:
+    python("""
+        import os
+        import numpy as np
+        from gdn_verify import _core
+
+        def core():
+            state, x = np.ones((64, 2048, 4), np.float32), np.ones((64, 4, 2048), np.float32)
+            output = np.empty_like(x)
+            weight = np.ones((2048, 4), np.float32)
+            _core.verify_fused_conv_kn_batched(state, x, weight, output, None, 1024, 128)
+            return output.tobytes()
+
+        before = core()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if core() == before else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert core() == before
+    """)
+
+
+def test_functions_and_values_are_pickled() -> None:
+    for thing in (verify_conv, supported, gdn_verify.history_windows, gdn_verify.tune):
+        assert pickle.loads(pickle.dumps(thing)) is thing
+    shape, tuned = CallShape(8192, 4096, 8, 17), Tuned(3, 1.5, 2.0)
+    assert pickle.loads(pickle.dumps((shape, tuned))) == (shape, tuned)
+
+
+def test_a_module_that_calls_it_is_copied_and_saved(tmp_path) -> None:
+    from test_export import Layer, check
+
+    layer = Layer()
+    check(copy.deepcopy(layer), "cpu")
+    torch.save(layer, tmp_path / "layer.pt")
+    check(torch.load(tmp_path / "layer.pt", weights_only=False), "cpu")
