@@ -202,8 +202,25 @@ def verify_conv(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs K draft tokens of each sequence through convolution, activation and L2 norm.
 
-    Calls `torch.ops.gdn.verify_fused_conv_kn_batched`, whose arguments these are, and allocates
-    what is not given:
+    Calls `torch.ops.gdn.verify_fused_conv_kn_batched`, whose arguments these are:
+
+    - `conv_state` `[n_slots, D, S]`, S = W or W-1: float32, bfloat16 or float16; read and written.
+      None where the history in `conv_state_inter` is the only state;
+    - `new_input` `[n_seq, K, D]`: the same dtypes, strides free but the last, which is 1;
+    - `weight` `[D, W]` and `bias` `[D]`: the dtype of `new_input`, or float32;
+    - `qk_channels`: how many channels, from the first, are normalised, in heads of `head_dim`, with
+      `l2_eps` under the root;
+    - `activation`: "silu" or "none";
+    - `conv_state_indices`, `inter_indices`, `num_accepted_tokens` int32 `[n_seq]`: slot, row of
+      `conv_state_inter`, and how many tokens of the last call were accepted (0: start from
+      `conv_state`). A slot that is negative or `pad_slot_id` is padding;
+    - `cu_seqlens` int32 `[n_seq + 1]`: `new_input` and `output` are packed, `[total, D]`, with at
+      most `max_num_tokens` rows of a sequence;
+    - `parent_index` int32 `[n_seq, K]`: a tree instead of a chain;
+    - `update_state`: False leaves `conv_state` as it was;
+    - `config`, `pdl`: how CUDA launches it; the bits do not depend on them.
+
+    What is not given is allocated:
 
     - `output`: contiguous, shape and dtype of `new_input`;
     - `conv_state_inter`, as `snapshots` says: "windows" `[n_seq, K, D, S]`, "history"
