@@ -232,7 +232,7 @@ static __device__ __forceinline__ void run_unit(const gdn_verify_problem &p, int
 }
 
 /* Grid: any number of blocks; they share the (sequence, unit) pairs. */
-static __global__ void __launch_bounds__(GENERAL_THREADS)
+static __global__ void __launch_bounds__(GENERAL_THREADS, 1)
     general_kernel(const __grid_constant__ gdn_verify_problem p) {
   wait_for_predecessor();
   release_successor();

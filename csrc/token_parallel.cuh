@@ -347,12 +347,15 @@ static constexpr int max_threads(int v, int t) {
   const int lanes = FAST_HEAD_DIM / v;
   if (t == 1) return v == 1 ? 512 : 8 * lanes;
   if (t == 2) return v == 1 ? 768 : 9 * lanes;
-  return t == 8 ? 1024 : (17 + t - 1) / t * lanes;
+  return t == 8 ? 512 : (17 + t - 1) / t * lanes;
 }
 
 /* Blocks that an SM should hold at the same time, which bounds the registers: as many as go without
- * spilling any. */
+ * spilling any. Later architectures' code needs a few registers more. */
 static constexpr int min_blocks(int v, int t) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 1;
+#endif
   if (t == 8) return 1;
   if (v == 1) return t == 1 ? 3 : 2;
   if (v == 2) return t <= 2 ? 2 : t == 6 ? 4 : 3;
