@@ -1,4 +1,4 @@
-"""Sums up what ptxas -v said: registers, stack and spills of every kernel.
+"""Sums up what ptxas -v said: registers, stack and spills of every kernel. Fails on any of the two.
 
 python .ci/ptxas.py LOG
 """
@@ -34,6 +34,8 @@ def main() -> None:
         f"{len(kernels)} kernels over {archs}: at most {most} registers; "
         f"{in_memory} with stack or spills"
     )
+    if in_memory:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
