@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("libgdn_verify.so", "_torch_ops.so")
 CONFIG = "pyproject.toml"
-# About the checkout or the tools of its environment; test_autotune pretends devices, at which a torch
-# with CUDA looks for a driver.
+# About the checkout or the tools of its environment; test_autotune pretends devices, and a torch
+# with CUDA then looks for a driver.
 LEFT_OUT = ("test_autotune.py", "test_bench.py", "test_packaging.py", "test_typing.py")
 
 ABOUT = "import sys, torch; print(*sys.version_info[:2], sep='.'); print(torch.__version__)"
