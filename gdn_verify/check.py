@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -179,6 +180,8 @@ def find_devices(wanted: str) -> list[torch.device]:
     """What cpu, cuda (every GPU), cuda:N or all stands for. RuntimeError where it is absent."""
     if wanted == "cpu":
         return [torch.device("cpu")]
+    if wanted not in ("cuda", "all") and not re.fullmatch(r"cuda:\d+", wanted):
+        raise RuntimeError(f"--device {wanted}: it must be cpu, cuda, cuda:N or all")
     found: list[torch.device] = []
     reason = None
     if not torch.cuda.is_available():
