@@ -12,7 +12,7 @@
  *   overwrites. A barrier lies between its reads and its write.
  * - Where a sequence starts from an old snapshot, which this launch overwrites, one block has all
  *   tokens, and a barrier lies between.
- * - The order of the L2 sum depends on neither V nor T: see sum_heads.
+ * - The order of the L2 sum depends on neither V nor T: see head_factors.
  */
 #ifndef GDN_VERIFY_TOKEN_PARALLEL_CUH
 #define GDN_VERIFY_TOKEN_PARALLEL_CUH
