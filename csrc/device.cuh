@@ -1,5 +1,4 @@
-/* device.cuh - what the kernels share: element types, packs of adjacent channels, the start window
- * of a sequence, dependent launch.
+/* device.cuh - what the kernels share: element types, packs of adjacent channels, dependent launch.
  *
  * Internal to the CUDA backend. Nothing here knows how a kernel splits its work.
  */
@@ -130,31 +129,6 @@ static __device__ __forceinline__ void store_pack(Element *to, const float (&x)[
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.element[i] = from_float<Element>(x[i]);
   *(Pack<Element, N> *)to = pack;
-}
-
-/* ---- where a sequence starts ----------------------------------------------------------------- */
-
-/* Offset, in elements of conv_state's dtype, of channel 0, column 0 of the window that sequence `s`
- * starts from, with the strides that go with it. */
-struct StartWindow {
-  const void *base;
-  int64_t channel_stride, column_stride;
-};
-
-template <typename State>
-static __device__ __forceinline__ StartWindow start_window(const gdn_verify_problem &p,
-                                                           const gdn_verify_sequence &s) {
-  StartWindow w;
-  if (s.start >= 0) {
-    w.base = (const State *)p.snapshots + s.row * p.snapshot_row + s.start * p.snapshot_token;
-    w.channel_stride = p.snapshot_channel;
-    w.column_stride = p.snapshot_column;
-  } else {
-    w.base = (const State *)p.state + s.slot * p.state_slot;
-    w.channel_stride = p.state_channel;
-    w.column_stride = p.state_column;
-  }
-  return w;
 }
 
 /* ---- programmatic dependent launch ----------------------------------------------------------- */

@@ -41,6 +41,29 @@ static __device__ __forceinline__ Unit unit_of(const gdn_verify_problem &p, int6
   return u;
 }
 
+/* Where channel 0, column 0 of the window lies that sequence `s` starts from, and its strides in
+ * elements. */
+struct StartWindow {
+  const void *base;
+  int64_t channel_stride, column_stride;
+};
+
+template <typename State>
+static __device__ __forceinline__ StartWindow start_window(const gdn_verify_problem &p,
+                                                           const gdn_verify_sequence &s) {
+  StartWindow w;
+  if (s.start >= 0) {
+    w.base = (const State *)p.snapshots + s.row * p.snapshot_row + s.start * p.snapshot_token;
+    w.channel_stride = p.snapshot_channel;
+    w.column_stride = p.snapshot_column;
+  } else {
+    w.base = (const State *)p.state + s.slot * p.state_slot;
+    w.channel_stride = p.state_channel;
+    w.column_stride = p.state_column;
+  }
+  return w;
+}
+
 /* Entry `source` of a sequence at a channel: the input of token `source`, or, below 0, of the window
  * that it starts from (-1 the youngest). `newest` is the input as it came, others as the state's
  * dtype keeps them. */

@@ -345,7 +345,7 @@ static __device__ __forceinline__ void zero_rows(const gdn_verify_problem &p, in
 /* Most threads of a block: enough for 17 tokens, fewer where T is small, many more where it is 8. */
 static constexpr int max_threads(int v, int t) {
   const int lanes = FAST_HEAD_DIM / v;
-  if (t == 1) return v == 1 ? 512 : 8 * lanes;
+  if (t == 1) return 8 * lanes;
   if (t == 2) return v == 1 ? 768 : 9 * lanes;
   return t == 8 ? 512 : (17 + t - 1) / t * lanes;
 }
@@ -357,7 +357,7 @@ static constexpr int min_blocks(int v, int t) {
   return 1;
 #endif
   if (t == 8) return 1;
-  if (v == 1) return t == 1 ? 3 : 2;
+  if (v == 1) return 2;
   if (v == 2) return t <= 2 ? 2 : t == 6 ? 4 : 3;
   return 3;
 }

@@ -60,6 +60,13 @@ static int find_config(int v, int t, int groups) {
   return -1;
 }
 
+/* The first configuration from index `from` on that moves V channels a thread and fits; -1: none. */
+static int first_fit(const gdn_verify_problem *p, int v, int from) {
+  for (int i = from; i < NUM_CONFIGS; ++i)
+    if (configs[i].v == v && config_fits(p, i)) return i;
+  return -1;
+}
+
 /* Without a tuned table: what was best on an H200, by snapshots and by the work in all (of 8192
  * channels and a token). Small calls spread over the SMs by blocks of few tokens. Large ones want
  * more tokens a thread, and as many channels as still make whole 16-byte stores side by side. */
@@ -77,10 +84,8 @@ static int choose_config(const gdn_verify_problem *p) {
     best = work <= 96 ? Config{2, 4, 0} : Config{2, 6, 0};
   else
     best = work <= 96 ? Config{4, 2, 0} : Config{4, 3, 0};
-  const int config = find_config(best.v, best.t, best.groups);
-  if (config_fits(p, config)) return config;
-  for (int i = config + 1; i < NUM_CONFIGS; ++i)
-    if (configs[i].v == best.v && config_fits(p, i)) return i;
+  const int config = first_fit(p, best.v, find_config(best.v, best.t, best.groups));
+  if (config >= 0) return config;
   const int many = find_config(2, 8, 0);
   return config_fits(p, many) ? many : -1;
 }
@@ -241,9 +246,7 @@ static int fast_config(const gdn_verify_problem *p, int64_t asked, bool pdl) {
   if (asked < 0) asked = tuned_config(p, pdl);
   const int config = asked >= 0 && config_fits(p, (int)asked) ? (int)asked : choose_config(p);
   if (config < 0 || rows_fit(p, configs[config].v)) return config;
-  for (int i = 0; i < NUM_CONFIGS; ++i)
-    if (configs[i].v == 1 && config_fits(p, i)) return i;
-  return -1;
+  return first_fit(p, 1, 0);
 }
 
 extern "C" gdn_verify_status gdn_verify_conv_cuda(const gdn_verify_params *params, void *stream,
