@@ -84,8 +84,8 @@ lint: $(BUILT) ## ruff, mypy, clang-format, and the C core without a warning
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CLANG_FORMATTED)
 	@mkdir -p build
-	for source in $(CORE) tests/c/test_core.c; do \
-	    $(CC) $(CFLAGS_CORE) $(WARNINGS) -O3 -c $$source -o build/lint.o || exit 1; done
+	for source in $(CORE) tests/c/test_core.c examples/c/example.c; do \
+	    $(CC) $(CFLAGS_CORE) $(WARNINGS) -Icsrc -O3 -c $$source -o build/lint.o || exit 1; done
 
 format: $(BUILT) ## format Python and C
 	$(VENV)/bin/ruff check --fix .
@@ -93,7 +93,7 @@ format: $(BUILT) ## format Python and C
 	$(VENV)/bin/clang-format -i $(CLANG_FORMATTED)
 
 CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
-    $(wildcard tests/c/*.c tests/cuda/*.cu benchmarks/*.cu)
+    $(wildcard tests/c/*.c tests/cuda/*.cu benchmarks/*.cu examples/c/*.c)
 
 # ---- packages ----
 
