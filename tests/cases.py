@@ -3,7 +3,9 @@
 A `Case` is one call: an operator's name, its arguments as NumPy arrays and its options. Arrays are
 views of larger buffers wherever an engine's are (projection rows, pools), and what lies around a
 view is filled with NaN, so that reading it shows. `call` runs an operator in place on NumPy arrays;
-`run` runs a case on copies of its whole buffers, so that a write outside a view shows too.
+`run` runs a case on copies of its whole buffers, so that a write outside a view shows too. The copies,
+and all buffers on CUDA, lie between guards: bytes that are NaN in every float dtype and a huge
+negative number in int32, each run verified to have kept them.
 
 bfloat16 is np.uint16, as everywhere.
 """
@@ -11,6 +13,7 @@ bfloat16 is np.uint16, as everywhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -105,32 +108,79 @@ def _offset(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0] - buffer_of(x).__array_interface__["data"][0]
 
 
+GUARD = 4096
+"""Bytes before and after a buffer; on CUDA 16 times as many. A multiple of every alignment."""
+
+
+@functools.cache
+def _canary(size: int) -> bytes:
+    """`size` bytes, two neighbours of which are a NaN in 16 bits, and four in 32."""
+    return (0xFF81 + np.arange(size // 2) % 126).astype(np.uint16).tobytes()
+
+
+class Guarded:
+    """A copy of a contiguous array between two guards."""
+
+    def __init__(self, owner: np.ndarray, guard: int = GUARD) -> None:
+        self.guard = guard
+        canary = _canary(guard)
+        memory = bytearray(canary + bytes(owner.nbytes) + canary)
+        self.whole = np.frombuffer(memory, np.uint8)
+        # the memory is no array, so that this one is its own `buffer_of`
+        self.array = np.ndarray(owner.shape, owner.dtype, memory, guard)
+        self.array[...] = owner
+
+    def verify(self, whole: np.ndarray | None = None) -> None:
+        """Raises where the guards, those of `whole` or its own, were written to."""
+        whole = self.whole if whole is None else whole
+        canary = np.frombuffer(_canary(self.guard), np.uint8)
+        for place, guard in (("before", whole[: self.guard]), ("after", whole[-self.guard :])):
+            changed = np.flatnonzero(guard != canary)
+            if len(changed):
+                raise AssertionError(
+                    f"{len(changed)} bytes {place} a buffer of {self.array.nbytes} were written"
+                    f" to, from byte {changed[0]} of {self.guard} to byte {changed[-1]}"
+                )
+
+
 class _OnDevice:
-    """Buffers on the GPU; views of one buffer here are views of one buffer there."""
+    """Guarded buffers on the GPU; views of one buffer here are views of one buffer there.
+
+    Nothing but copies between the host and the device: no kernel of torch is needed.
+    """
 
     def __init__(self) -> None:
-        self.buffers: dict[int, tuple[np.ndarray, Any]] = {}
+        self.buffers: dict[int, tuple[np.ndarray, Guarded, Any]] = {}
 
     def tensor(self, x: np.ndarray) -> Any:
+        import torch
+
         from gdn_verify.arrays import to_tensor
 
         owner = buffer_of(x)
         assert owner.flags.c_contiguous
         assert owner.dtype == x.dtype
         if id(owner) not in self.buffers:
-            self.buffers[id(owner)] = owner, to_tensor(owner.reshape(-1)).cuda()
-        flat = self.buffers[id(owner)][1]
+            guarded = Guarded(owner, 16 * GUARD)
+            whole = torch.from_numpy(guarded.whole).cuda()
+            self.buffers[id(owner)] = owner, guarded, whole
+        _, guarded, whole = self.buffers[id(owner)]
+        middle = whole[guarded.guard : guarded.guard + owner.nbytes]
+        flat = middle.view(to_tensor(np.empty(0, x.dtype)).dtype)
         strides = [s // x.itemsize for s in x.strides]
-        return flat.as_strided(x.shape, strides, _offset(x) // x.itemsize)
+        # as_strided counts from the start of the storage, which holds the guard too
+        start = (guarded.guard + _offset(x)) // x.itemsize
+        return flat.as_strided(x.shape, strides, start)
 
     def copy_back(self) -> None:
         import torch
 
-        from gdn_verify.arrays import to_tensor
-
         torch.cuda.synchronize()
-        for owner, flat in self.buffers.values():
-            to_tensor(owner.reshape(-1)).copy_(flat)
+        for owner, guarded, whole in self.buffers.values():
+            host = whole.cpu().numpy()
+            guarded.verify(host)
+            middle = host[guarded.guard : guarded.guard + owner.nbytes]
+            owner[...] = middle.view(owner.dtype).reshape(owner.shape)
 
 
 # ---- cases -------------------------------------------------------------------------------------
@@ -144,6 +194,7 @@ class Case:
     args: dict[str, Any]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     label: str = ""
+    guarded: list[Guarded] = dataclasses.field(default_factory=list)  # the buffers, of a copy
 
     def __repr__(self) -> str:
         return f"<{self.op} {self.label}>"
@@ -158,18 +209,25 @@ class Case:
         return found
 
     def copy(self) -> Case:
-        """The same views on copies of the buffers."""
-        copies: dict[int, np.ndarray] = {}
+        """The same views on copies of the buffers, which are guarded."""
+        copies: dict[int, Guarded] = {}
 
         def view(x: np.ndarray) -> np.ndarray:
             owner = buffer_of(x)
             if id(owner) not in copies:
-                copies[id(owner)] = owner.copy()
+                copies[id(owner)] = Guarded(owner)
+            buffer = copies[id(owner)].array
             if x.size == 0:  # has no address in its buffer
-                return np.ndarray(x.shape, x.dtype, copies[id(owner)])
-            return np.ndarray(x.shape, x.dtype, copies[id(owner)], _offset(x), x.strides)
+                return np.ndarray(x.shape, x.dtype, buffer)
+            return np.ndarray(x.shape, x.dtype, buffer, _offset(x), x.strides)
 
-        return Case(self.op, _map(view, self.args), _map(view, self.options), self.label)
+        args, options = _map(view, self.args), _map(view, self.options)
+        return Case(self.op, args, options, self.label, list(copies.values()))
+
+    def verify_guards(self) -> None:
+        """Raises where something was written beside the buffers of a copy."""
+        for each in self.guarded:
+            each.verify()
 
     def call(self, implementation: str, **options: Any) -> None:
         """Runs it in place."""
@@ -180,6 +238,7 @@ def run(implementation: str, case: Case, **options: Any) -> Case:
     """Runs a copy of the case and returns it, with what was written."""
     mine = case.copy()
     mine.call(implementation, **options)
+    mine.verify_guards()
     return mine
 
 
