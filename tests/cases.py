@@ -3,9 +3,9 @@
 A `Case` is one call: an operator's name, its arguments as NumPy arrays and its options. Arrays are
 views of larger buffers wherever an engine's are (projection rows, pools), and what lies around a
 view is filled with NaN, so that reading it shows. `call` runs an operator in place on NumPy arrays;
-`run` runs a case on copies of its whole buffers, so that a write outside a view shows too. The copies,
-and all buffers on CUDA, lie between guards: bytes that are NaN in every float dtype and a huge
-negative number in int32, each run verified to have kept them.
+`run` runs a case on copies of its whole buffers, so that a write outside a view shows too. The
+copies, and all buffers on CUDA, lie between guards (guards.py), which every run is verified to have
+kept.
 
 bfloat16 is np.uint16, as everywhere.
 """
@@ -13,12 +13,12 @@ bfloat16 is np.uint16, as everywhere.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from guards import GUARD, Guarded
 
 from gdn_verify import reference
 from gdn_verify.models import MODELS, Shape
@@ -106,41 +106,6 @@ def _offset(x: np.ndarray) -> int:
     if x.size == 0:
         return 0
     return x.__array_interface__["data"][0] - buffer_of(x).__array_interface__["data"][0]
-
-
-GUARD = 4096
-"""Bytes before and after a buffer; on CUDA 16 times as many. A multiple of every alignment."""
-
-
-@functools.cache
-def _canary(size: int) -> bytes:
-    """`size` bytes, two neighbours of which are a NaN in 16 bits, and four in 32."""
-    return (0xFF81 + np.arange(size // 2) % 126).astype(np.uint16).tobytes()
-
-
-class Guarded:
-    """A copy of a contiguous array between two guards."""
-
-    def __init__(self, owner: np.ndarray, guard: int = GUARD) -> None:
-        self.guard = guard
-        canary = _canary(guard)
-        memory = bytearray(canary + bytes(owner.nbytes) + canary)
-        self.whole = np.frombuffer(memory, np.uint8)
-        # the memory is no array, so that this one is its own `buffer_of`
-        self.array = np.ndarray(owner.shape, owner.dtype, memory, guard)
-        self.array[...] = owner
-
-    def verify(self, whole: np.ndarray | None = None) -> None:
-        """Raises where the guards, those of `whole` or its own, were written to."""
-        whole = self.whole if whole is None else whole
-        canary = np.frombuffer(_canary(self.guard), np.uint8)
-        for place, guard in (("before", whole[: self.guard]), ("after", whole[-self.guard :])):
-            changed = np.flatnonzero(guard != canary)
-            if len(changed):
-                raise AssertionError(
-                    f"{len(changed)} bytes {place} a buffer of {self.array.nbytes} were written"
-                    f" to, from byte {changed[0]} of {self.guard} to byte {changed[-1]}"
-                )
 
 
 class _OnDevice:
