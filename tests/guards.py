@@ -1,5 +1,6 @@
-"""Arrays between guards: bytes that are NaN in every float dtype, and a huge negative number in int32,
-so that reading them shows, and that are verified, so that writing them shows.
+"""Arrays between guards: bytes that are NaN in every float dtype and a huge negative number in int32.
+
+Reading a guard shows in the results; every run is verified to have written to none.
 """
 
 from __future__ import annotations
