@@ -54,17 +54,49 @@ test-slow: $(BUILT) ## the exhaustive tests as well
 
 # ---- the C core under sanitizers, without Python ----
 
+SANITIZED := $(CFLAGS_CORE) -g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all
+FUZZER    := $(wildcard tests/c/fuzz_*)
+# Streaming stores need large tensors elsewhere.
+SMALL     := -DGDN_VERIFY_STREAM_BYTES=4096
+
 build/test_core_%: tests/c/test_core.c $(SOURCE)
 	@mkdir -p build
-	$(CC) $(CFLAGS_CORE) -g -O1 -fno-omit-frame-pointer -fsanitize=$* -fno-sanitize-recover=all \
-	    tests/c/test_core.c $(CORE) -o $@ -lm -lpthread
+	$(CC) $(SANITIZED) -fsanitize=$* tests/c/test_core.c $(CORE) -o $@ -lm -lpthread
 
-asan: build/test_core_address ## run the C tests under AddressSanitizer
-	./$<
-ubsan: build/test_core_undefined ## under UndefinedBehaviorSanitizer
-	./$<
+build/fuzz_replay_%: $(FUZZER) $(SOURCE)
+	@mkdir -p build
+	$(CC) $(SANITIZED) -fsanitize=$* $(SMALL) tests/c/fuzz_core.c tests/c/fuzz_main.c $(CORE) \
+	    -o $@ -lm -lpthread
+
+# The C tests and the fuzzer's corpus; the last name in the log is the input of a finding.
+RUN_SANITIZED = ./build/test_core_$(1) && { ./build/fuzz_replay_$(1) tests/c/corpus \
+    2> build/fuzz_replay_$(1).log || { tail -n 100 build/fuzz_replay_$(1).log; exit 1; }; }
+
+asan: build/test_core_address build/fuzz_replay_address ## run the C tests under AddressSanitizer
+	$(call RUN_SANITIZED,address)
+ubsan: build/test_core_undefined build/fuzz_replay_undefined ## under UndefinedBehaviorSanitizer
+	$(call RUN_SANITIZED,undefined)
 tsan: build/test_core_thread ## under ThreadSanitizer
 	./$<
+
+# libFuzzer looks for calls that fault; it starts from the corpus and leaves what it finds in build.
+FUZZ_SECONDS ?= 60
+CLANG ?= $(firstword $(shell which clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14))
+
+build/fuzz_core: $(FUZZER) $(SOURCE)
+	@test -n "$(CLANG)" || { \
+	    echo "make fuzz: needs clang and its libFuzzer (clang and libclang-rt-dev); or CLANG=.."; \
+	    exit 1; }
+	@mkdir -p build/corpus
+	$(CLANG) $(SANITIZED) -O2 -fsanitize=fuzzer,address,undefined $(SMALL) -Wno-unknown-pragmas \
+	    tests/c/fuzz_core.c $(CORE) -o $@ -lm -lpthread
+
+fuzz-core: build/fuzz_core
+	./$< -max_total_time=$(FUZZ_SECONDS) -max_len=400 -len_control=0 -print_final_stats=1 \
+	    -artifact_prefix=build/ build/corpus tests/c/corpus
+
+fuzz: fuzz-core ## look for calls that fault, FUZZ_SECONDS long; needs clang
+.PHONY: fuzz fuzz-core
 
 # ---- CUDA without a GPU ----
 
@@ -93,7 +125,7 @@ format: $(BUILT) ## format Python and C
 	$(VENV)/bin/clang-format -i $(CLANG_FORMATTED)
 
 CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
-    $(wildcard tests/c/*.c tests/cuda/*.cu benchmarks/*.cu examples/c/*.c)
+    $(wildcard tests/c/*.[ch] tests/cuda/*.cu benchmarks/*.cu examples/c/*.c)
 
 # ---- packages ----
 

@@ -17,6 +17,8 @@
 #include "problem.h"
 
 #define MAX_ELEMENTS ((int64_t)1 << 58)
+/* Bytes beyond which two tensors cannot meet: the elements that both span, of 4 bytes each. */
+#define MAX_DISTANCE (8 * MAX_ELEMENTS)
 #define MAX_TERMS (2 * GDN_VERIFY_MAX_DIMS + 1)
 /* Values tried before a search gives up. */
 #define SEARCH_BUDGET 4096
@@ -36,23 +38,33 @@ static int64_t element_size(const gdn_verify_tensor *tensor) {
   return gdn_verify_dtype_size(tensor->dtype);
 }
 
+/* Then its strides may be any numbers, and nothing may be computed from them. */
+static int is_empty(const gdn_verify_tensor *tensor) {
+  int empty = 0;
+  for (int k = 0; k < tensor->ndim; k++) empty |= tensor->shape[k] == 0;
+  return empty;
+}
+
 static int64_t address(const gdn_verify_tensor *tensor) { return (int64_t)(intptr_t)tensor->data; }
+
+/* Of addresses, which may be any numbers (a tag in the highest byte, say): modulo 2^64. */
+static int64_t add(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+static int64_t distance(int64_t from, int64_t to) {
+  return (int64_t)((uint64_t)to - (uint64_t)from);
+}
 
 gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
   int64_t count = 1, reach = 0;
-  int empty = 0;
-  for (int k = 0; k < tensor->ndim; k++) {
+  for (int k = 0; k < tensor->ndim; k++)
     if (tensor->shape[k] > MAX_ELEMENTS) return GDN_VERIFY_TOO_LARGE;
-    empty |= tensor->shape[k] == 0;
-  }
-  if (empty) return GDN_VERIFY_MEMORY_OK;
+  if (is_empty(tensor)) return GDN_VERIFY_MEMORY_OK;
   for (int k = 0; k < tensor->ndim; k++) {
-    int64_t distance;
+    int64_t length;
     if (__builtin_mul_overflow(count, tensor->shape[k], &count) || count > MAX_ELEMENTS ||
-        __builtin_mul_overflow(tensor->shape[k] - 1, tensor->stride[k], &distance) ||
-        distance > MAX_ELEMENTS || distance < -MAX_ELEMENTS)
+        __builtin_mul_overflow(tensor->shape[k] - 1, tensor->stride[k], &length) ||
+        length > MAX_ELEMENTS || length < -MAX_ELEMENTS)
       return GDN_VERIFY_TOO_LARGE;
-    reach += distance < 0 ? -distance : distance;
+    reach += length < 0 ? -length : length;
   }
   if (reach > MAX_ELEMENTS) return GDN_VERIFY_TOO_LARGE;
   if (!tensor->data) return GDN_VERIFY_NO_DATA;
@@ -64,17 +76,16 @@ gdn_verify_memory gdn_verify_tensor_memory(const gdn_verify_tensor *tensor) {
 gdn_verify_byte_range gdn_verify_tensor_range(const gdn_verify_tensor *tensor) {
   int64_t low = 0, high = 0;
   gdn_verify_byte_range range = {0, 0};
-  if (tensor->ndim == 0) return range; /* absent */
+  if (tensor->ndim == 0 || is_empty(tensor)) return range; /* absent, or nothing in it */
   for (int k = 0; k < tensor->ndim; k++) {
-    if (tensor->shape[k] == 0) return range;
-    const int64_t distance = (tensor->shape[k] - 1) * tensor->stride[k];
-    if (distance < 0)
-      low += distance;
+    const int64_t length = (tensor->shape[k] - 1) * tensor->stride[k];
+    if (length < 0)
+      low += length;
     else
-      high += distance;
+      high += length;
   }
-  range.begin = address(tensor) + low * element_size(tensor);
-  range.end = address(tensor) + (high + 1) * element_size(tensor);
+  range.begin = add(address(tensor), low * element_size(tensor));
+  range.end = add(address(tensor), (high + 1) * element_size(tensor));
   return range;
 }
 
@@ -155,11 +166,10 @@ static int is_nested(const gdn_verify_tensor *tensor) {
 }
 
 int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
-  if (is_nested(tensor)) return 0;
+  if (is_empty(tensor) || is_nested(tensor)) return 0;
   term terms[GDN_VERIFY_MAX_DIMS];
   int n = 0;
   for (int d = 0; d < tensor->ndim; d++) {
-    if (tensor->shape[d] == 0) return 0;
     if (tensor->shape[d] == 1) continue;
     const int64_t stride = tensor->stride[d] < 0 ? -tensor->stride[d] : tensor->stride[d];
     int k = n++;
@@ -182,24 +192,23 @@ int gdn_verify_tensor_overlaps_itself(const gdn_verify_tensor *tensor) {
   return 0;
 }
 
-/* The indices of a tensor, with `sign` times its strides in bytes; 0 where it has no element. */
-static int add_indices(equation *e, const gdn_verify_tensor *tensor, int64_t sign) {
+/* The indices of a tensor, with `sign` times its strides in bytes. */
+static void add_indices(equation *e, const gdn_verify_tensor *tensor, int64_t sign) {
   const int64_t size = sign * element_size(tensor);
-  for (int k = 0; k < tensor->ndim; k++) {
-    if (tensor->shape[k] == 0) return 0;
+  for (int k = 0; k < tensor->ndim; k++)
     if (tensor->shape[k] > 1 && tensor->stride[k])
       add_term(e, tensor->stride[k] * size, 0, tensor->shape[k] - 1);
-  }
-  return 1;
 }
 
 /* The equation of a and b; 0 where one has no element. */
 static int make_equation(equation *e, const gdn_verify_tensor *a, const gdn_verify_tensor *b) {
+  if (is_empty(a) || is_empty(b)) return 0;
   e->n = 1;
   e->terms[0].coefficient = 1;
   e->terms[0].low = 1 - element_size(b);
   e->terms[0].high = element_size(a) - 1;
-  if (!add_indices(e, a, 1) || !add_indices(e, b, -1)) return 0;
+  add_indices(e, a, 1);
+  add_indices(e, b, -1);
   join_terms(e);
   return 1;
 }
@@ -207,7 +216,9 @@ static int make_equation(equation *e, const gdn_verify_tensor *a, const gdn_veri
 int gdn_verify_tensors_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor *b) {
   equation e;
   int budget = SEARCH_BUDGET;
-  return make_equation(&e, a, b) && solvable(e.terms, e.n, address(b) - address(a), &budget);
+  const int64_t target = distance(address(a), address(b));
+  if (target > MAX_DISTANCE || target < -MAX_DISTANCE) return 0;
+  return make_equation(&e, a, b) && solvable(e.terms, e.n, target, &budget);
 }
 
 int gdn_verify_lists_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor *b, int64_t count,
@@ -217,13 +228,13 @@ int gdn_verify_lists_overlap(const gdn_verify_tensor *a, const gdn_verify_tensor
   const gdn_verify_byte_range range_a = gdn_verify_tensor_range(a);
   const gdn_verify_byte_range range_b = gdn_verify_tensor_range(b);
   /* the ranges of a[i] and b[j] meet where low < their addresses' difference < high */
-  const int64_t low = (range_a.begin - address(a)) - (range_b.end - address(b));
-  const int64_t high = (range_a.end - address(a)) - (range_b.begin - address(b));
+  const int64_t low = distance(address(a), range_a.begin) - distance(address(b), range_b.end);
+  const int64_t high = distance(address(a), range_a.end) - distance(address(b), range_b.begin);
   for (int64_t m = 0; m < count; m++) {
     const int64_t base = address(&a[m]);
     int budget = SEARCH_BUDGET;
     for (int64_t k = a == b ? m + 1 : 0; k < count; k++) {
-      const int64_t delta = address(&b[k]) - base;
+      const int64_t delta = distance(base, address(&b[k]));
       if (delta > low && delta < high && solvable(e.terms, e.n, delta, &budget)) {
         *i = m;
         *j = k;

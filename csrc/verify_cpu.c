@@ -20,7 +20,9 @@
 #define GDN_VERIFY_THREAD_BYTES 262144
 /* Bytes of snapshots beyond which they are written past the caches: nothing reads them before the
  * next verify, and they would drive out what is read. */
+#ifndef GDN_VERIFY_STREAM_BYTES /* the fuzzer sets it low */
 #define GDN_VERIFY_STREAM_BYTES 8388608
+#endif
 
 typedef struct gdn_verify_plan {
   const gdn_verify_problem *p;
