@@ -18,8 +18,8 @@ CFLAGS_CORE := -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math
 WARNINGS    := -Wall -Wextra -Wconversion -Wshadow -Wc++-compat -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo bench test test-slow lint format asan ubsan tsan cuda sdist wheel package \
-    clean
+.PHONY: help build demo bench test test-slow lint format asan ubsan tsan cuda docs linkcheck \
+    sdist wheel package clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,7 +33,7 @@ $(VENV)/.env:
 	@touch $@
 
 $(BUILT): $(VENV)/.env pyproject.toml setup.py $(SOURCE)
-	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,dev]"
+	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,dev,docs]"
 	@touch $@
 
 build: $(BUILT) ## make the environment and build the package in place (editable)
@@ -126,6 +126,16 @@ format: $(BUILT) ## format Python and C
 
 CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
     $(wildcard tests/c/*.[ch] tests/cuda/*.cu benchmarks/*.cu examples/c/*.c)
+
+# ---- documents ----
+
+DOCS := $(PY) -m sphinx -W --keep-going -n -q -d build/doctrees
+
+docs: $(BUILT) ## build/docs/index.html, with every internal link checked
+	$(DOCS) -b html docs build/docs
+
+linkcheck: $(BUILT) ## the external links of the documents too; needs a network
+	$(DOCS) -b linkcheck docs build/linkcheck
 
 # ---- packages ----
 
