@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import gdn_verify  # noqa: E402
 from gdn_verify import supported, verify_conv  # noqa: E402
+from gdn_verify.support import runs_on  # noqa: E402
 from gdn_verify.tuned import CallShape, Tuned  # noqa: E402
 
 CALL = """
@@ -27,11 +29,12 @@ CALL = """
 """
 
 
-def python(code: str) -> None:
+def python(code: str, **env: str) -> None:
     text = textwrap.dedent(CALL) + textwrap.dedent(code)
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-c", text], env={**os.environ, **env}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not done.stderr
 
@@ -126,6 +129,62 @@ def test_a_fork_after_the_core_ran_its_own_threads() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert core() == before
     """)
+
+
+@pytest.mark.gpu
+def test_a_build_with_cuda_where_no_gpu_is_seen() -> None:
+    """Images are built, and run their CPU path, on machines without a GPU."""
+    python(
+        """
+        assert torch.version.cuda and not torch.cuda.is_available()
+        assert gdn_verify._core.build_info()["has_cuda"]
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(), expected)
+        assert gdn_verify.load_tuned() == 0
+        x = torch.ones(2, 3, 64)
+        assert gdn_verify.supported(torch.ones(2, 64, 4), x, torch.ones(64, 4), qk_channels=32,
+                                    head_dim=16)
+        from gdn_verify import info
+        assert info.collect()["devices"] == ["cpu"]
+        """,
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+
+@pytest.mark.gpu
+def test_a_build_for_other_architectures_names_them() -> None:
+    """The driver is told to use none of the code that is there, only what it compiles from PTX: of
+    the default architectures that of 12.0, which other devices cannot run."""
+    archs = gdn_verify._core.build_info()["cuda_archs"]
+    capability = torch.cuda.get_device_capability()
+    if runs_on(" ".join(arch for arch in archs.split() if "+PTX" in arch), *capability):
+        pytest.skip(f"the PTX of {archs} runs on this device")
+    python(
+        f"""
+        state, x, weight = torch.ones(2, 64, 4), torch.ones(2, 3, 64), torch.ones(64, 4)
+        one = torch.ones(2, dtype=torch.int32)
+        state, x, weight, one = state.cuda(), x.cuda(), weight.cuda(), one.cuda()
+        snapshots = torch.empty(2, 3, 64, 4, device="cuda")
+        wanted = (
+            "gdn_verify was built for the architectures {archs}, but device 0 is"
+            " {capability[0]}.{capability[1]}: rebuild with TORCH_CUDA_ARCH_LIST="
+        )
+        for call in (
+            lambda: gdn_verify.verify_conv(state, x, weight, qk_channels=32, head_dim=16),
+            lambda: gdn_verify.verify_conv(state, x, weight, qk_channels=32, head_dim=16, pdl=True),
+            lambda: torch.ops.gdn.commit_conv_state([state], [snapshots], one),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                assert str(error).startswith(wanted), error
+            else:
+                raise SystemExit("no error")
+        torch.cuda.synchronize()
+        assert torch.equal(state.cpu(), torch.ones(2, 64, 4))
+        """,
+        CUDA_FORCE_PTX_JIT="1",
+    )
 
 
 def test_functions_and_values_are_pickled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -10,15 +11,16 @@ import numpy as np
 import pytest
 from cases import Case, buffer_of
 from test_validation import LEGAL
-from wrong_arguments import DTYPES, NUMBERS, SHAPES, SHARED, STRIDES, batched
+from wrong_arguments import ARGUMENTS
+from wrong_calls import batched
 
 torch = pytest.importorskip("torch")
 
-from gdn_verify import GdnVerifyError, Supported, supported, verify_conv  # noqa: E402
+from gdn_verify import GdnVerifyError, Supported, support, supported, verify_conv  # noqa: E402
 from gdn_verify.arrays import to_tensor  # noqa: E402
 from gdn_verify.support import runs_on  # noqa: E402
 
-TABLE = [(build, text) for build, text in SHAPES + DTYPES + NUMBERS + STRIDES + SHARED
+TABLE = [(build, text) for rule in ARGUMENTS for build, text in rule.rows
          if build().op == "verify_fused_conv_kn_batched"]  # fmt: skip
 ALL = [*TABLE, *((build, "") for build in LEGAL.values()
                  if build().op == "verify_fused_conv_kn_batched")]  # fmt: skip
@@ -123,6 +125,18 @@ def test_while_a_graph_is_captured() -> None:
 )
 def test_architectures(archs: str, major: int, minor: int, runs: bool) -> None:
     assert runs_on(archs, major, minor) == runs
+
+
+def test_other_architectures_are_named(monkeypatch) -> None:
+    build = {**support._core.build_info(), "has_cuda": True, "cuda_archs": "8.0 9.0+PTX"}
+    monkeypatch.setattr(support, "_core", SimpleNamespace(build_info=lambda: build))
+    reason = support._why_not_on_cuda.__wrapped__
+    for capability, sentence in (((9, 0), ""), ((10, 0), ""), ((7, 5), (
+        "gdn_verify was built for the architectures 8.0 9.0+PTX, but device 1 is 7.5:"
+        " rebuild with TORCH_CUDA_ARCH_LIST=7.5"
+    ))):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert reason(1) == sentence
 
 
 def test_the_exception() -> None:

@@ -13,107 +13,28 @@ import sys
 import textwrap
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.testing")
 
-from cases import default_case, make_case, run  # noqa: E402
-from compare import assert_same, assert_same_case  # noqa: E402
+from calls import BASE, CALLS, HEADS, batched, commit, equal, operator, tensors  # noqa: E402
+from cases import make_case, run  # noqa: E402
+from compare import assert_same_case  # noqa: E402
 
 import gdn_verify  # noqa: E402
 from gdn_verify import history_windows, reference, verify_conv  # noqa: E402
-from gdn_verify.arrays import to_array, to_tensor  # noqa: E402
-from gdn_verify.models import Shape  # noqa: E402
+from gdn_verify.arrays import to_array  # noqa: E402
 
-BASE = Shape(d_inner=1024, qk_channels=512)
-HEADS: dict[str, Any] = {"qk_channels": BASE.qk_channels, "head_dim": BASE.head_dim}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IMPLEMENTATION = {"cpu": "torch", "cuda": "cuda"}
 
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
-# ---- tensors and NumPy arrays ------------------------------------------------------------------
-
-
-def tensors(case: Any, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]:
-    """Arguments and options of a case as tensors of their own."""
-
-    def convert(x: Any) -> Any:
-        if isinstance(x, list):
-            return [convert(e) for e in x]
-        return to_tensor(x.copy()).to(device) if isinstance(x, np.ndarray) else x
-
-    args = [convert(x) for x in case.args.values()]
-    return args, {name: convert(x) for name, x in case.options.items()}
-
-
-def equal(actual: torch.Tensor, expected: torch.Tensor | np.ndarray, label: str = "") -> None:
-    expected = to_array(expected) if isinstance(expected, torch.Tensor) else expected
-    assert_same(to_array(actual), expected, label)
-
-
 # ---- one call of each operator -----------------------------------------------------------------
 
-
-def batched(**chosen: Any) -> Any:
-    return default_case(BASE, **chosen)
-
-
-def single() -> Any:
-    case = batched(n_seq=1, bias="float32")
-    case.op = "verify_fused_conv_kn"
-    case.args = {n: x[0] if np.ndim(x) > 2 else x for n, x in case.args.items()}
-    return case
-
-
-def update() -> Any:
-    case = batched(slots="padded", spare=2)
-    case.op = "conv1d_update_l2norm"
-    del case.args["conv_state_inter"]
-    for name in ("new_input", "output"):
-        case.args[name] = case.args[name][:, 0]
-    return case
-
-
-def commit() -> Any:
-    layers = [batched(seed=seed) for seed in range(3)]
-    case = layers[0]
-    case.op = "commit_conv_state"
-    case.args = {
-        "conv_states": [layer.args["conv_state"] for layer in layers],
-        "snapshots": [layer.args["conv_state_inter"] for layer in layers],
-        "num_accepted": np.int32([0, 2, 4]),
-    }
-    case.options = {
-        "conv_state_indices": np.int32([2, 0, -1]),
-        "inter_indices": np.int32([0, 1, 2]),
-    }
-    return case
-
-
-CALLS = {
-    "batched": lambda: batched(),
-    "batched-pool": lambda: batched(
-        slots="padded", rows="permuted", accepted="mixed", spare=2, index_stride=3,
-        snapshots="history", bias="input", state_dtype="bfloat16",
-    ),
-    "batched-ragged": lambda: batched(ragged="max_num_tokens", state_layout="transposed"),
-    "batched-tree": lambda: batched(tree=True, activation="none", update_state=False),
-    "batched-history-only": lambda: batched(
-        state=None, snapshots="history", accepted="mixed", rows="permuted"
-    ),
-    "single": single,
-    "update": update,
-    "commit": commit,
-}  # fmt: skip
 each_call = pytest.mark.parametrize("name", CALLS)
-
-
-def operator(op: str) -> Any:
-    return getattr(torch.ops.gdn, op)
 
 
 @pytest.mark.parametrize(
