@@ -1,29 +1,27 @@
 """Wrong arguments raise a sentence that names the argument, before anything is written.
 
-The calls stand in wrong_arguments.py; here beside them are legal ones that look alike. What Python
-cannot express is in test_c_abi.py.
+The rules stand in wrong_input.py, which makes docs/wrong-input.md of them; here beside them are
+legal calls that look alike. What Python cannot express is in test_c_abi.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cases
 import compare
 import numpy as np
 import pytest
+import wrong_input
 from cases import Case
-from wrong_arguments import (
+from wrong_arguments import ARGUMENTS, Rule
+from wrong_calls import (
     BF16,
-    DTYPES,
     F32,
     I32,
-    NUMBERS,
-    SHAPES,
-    SHARED,
-    STRIDES,
     TREE,
     D,
     K,
@@ -46,22 +44,109 @@ from wrong_arguments import (
     weight_in_state,
 )
 
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
 
 def sentence(text: str) -> str:
-    return "^" + re.escape(text)
+    """The pattern of a row: the whole sentence, or up to the ellipsis."""
+    return "^" + re.escape(text.removesuffix("…")) + ("" if text.endswith("…") else "$")
 
 
-def rows(table: list[tuple[Callable[[], Case], str]]) -> list[Any]:
-    return [pytest.param(build, text, id=text[:60]) for build, text in table]
+def rows(*rules: Rule) -> list[Any]:
+    return [
+        pytest.param(build, text, id=f"{rule.title}: {text[:60]}")
+        for rule in rules
+        for build, text in rule.rows
+    ]
 
 
-@pytest.mark.parametrize(("build", "text"), rows(SHAPES + DTYPES + NUMBERS + STRIDES + SHARED))
+@pytest.mark.parametrize(("build", "text"), rows(*ARGUMENTS))
 def test_wrong_arguments(built, build, text):
     case = build()
     mine = case.copy()
     with pytest.raises(ValueError if built == "core" else RuntimeError, match=sentence(text)):
         mine.call(built)
+    mine.verify_guards()
     compare.assert_same_case(mine, case, "written to")
+
+
+@pytest.mark.parametrize(("build", "text"), rows(*wrong_input.INDEX_VALUES))
+@pytest.mark.parametrize("implementation", cases.cpu_implementations()[1:])
+def test_wrong_index_values(implementation, build, text):
+    case = build()
+    mine = case.copy()
+    error = IndexError if implementation == "core" else RuntimeError
+    with pytest.raises(error, match=sentence(text)):
+        mine.call(implementation)
+    mine.verify_guards()
+    compare.assert_same_case(mine, case, "written to")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("build", "text"), rows(*wrong_input.INDEX_VALUES))
+def test_wrong_index_values_on_cuda(build, text):
+    """No exception; inputs and guards are left alone; a sound call afterwards is right."""
+    case = build()
+    mine = cases.run("cuda", case)
+    for name in ("new_input", "weight", "snapshots[0]", *case.options):
+        if name in mine.arrays():
+            compare.assert_same(mine.arrays()[name], case.arrays()[name], name)
+    compare.assert_same_case(cases.run("cuda", batched()), cases.run("core", batched()))
+
+
+@pytest.mark.parametrize(("build", "text"), rows(wrong_input.DEVICES))
+def test_devices(build, text):
+    torch = pytest.importorskip("torch")
+    import gdn_verify.ops  # noqa: F401
+    from gdn_verify.arrays import to_tensor
+
+    case = build()
+    moved = text.partition(" ")[0]
+    tensors = cases._map(to_tensor, {**case.args, **case.options})
+    there = tensors[moved]
+    tensors[moved] = [x.to("meta") for x in there] if isinstance(there, list) else there.to("meta")
+    mine = [tensors.pop(name) for name in case.args]
+    with pytest.raises(RuntimeError, match=sentence(text)):
+        getattr(torch.ops.gdn, case.op)(*mine, **tensors)
+    compare.assert_same_case(case, build(), "written to")
+
+
+@pytest.mark.parametrize(("build", "text"), rows(wrong_input.NUMPY))
+def test_numpy_arrays(build, text):
+    case = build()
+    before = {name: x.copy() for name, x in case.arrays().items()}
+    with pytest.raises(ValueError, match=sentence(text)):
+        case.call("core")
+    for name, x in case.arrays().items():
+        assert x.tobytes() == before[name].tobytes()
+
+
+@pytest.mark.skipif(not CSRC.exists(), reason="needs the source tree")
+def test_every_check_of_the_core_has_a_row():
+    """The formats of the sentences in the C sources, against the sentences of the table."""
+    only_in_c = {  # enums and counts that the bindings do not let through: test_c_abi.py
+        "op must be", "activation must be", "n_layers must be", "%s must have sizes",
+        "%s must have data", "%s must start at a multiple", "%s must hold and span",
+        "%s must be [%s], but is absent",
+    }  # fmt: skip
+    texts = [text for rule in ARGUMENTS for _, text in rule.rows]
+    literal = r'((?:\s*(?:"(?:[^"\\]|\\.)*"|PRI\w+))+)'
+    found = 0
+    for path in (CSRC / "params.c", CSRC / "commit_params.c", CSRC / "check.c"):
+        for match in re.finditer(r"INVALID\([\w>.-]+,\s*" + literal, path.read_text()):
+            form = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', match[1].replace("PRId64", '"d"')))
+            if form.startswith(tuple(only_in_c)):
+                continue
+            found += 1
+            pattern = ".*".join(map(re.escape, re.split(r"%[a-z]+", form)))
+            assert any(re.fullmatch(pattern, text.replace("…", "1 configurations from 0, but is 1"))
+                       for text in texts), form  # fmt: skip
+    assert found > 20
+
+
+@pytest.mark.skipif(not wrong_input.PAGE.parent.exists(), reason="needs the documentation")
+def test_the_documentation_is_current():
+    assert wrong_input.PAGE.read_text() == wrong_input.page(), "run python tests/wrong_input.py"
 
 
 @pytest.mark.parametrize("name", ["conv_state_indices", "inter_indices", "num_accepted_tokens"])
