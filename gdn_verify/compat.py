@@ -276,6 +276,21 @@ def _parents(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     return parent_of_first.gather(1, first).int()
 
 
+def _snapshots(windows: Tensor) -> Tensor:
+    """Windows as they are, or the history of which they are overlapping views.
+
+    Those of a chain SGLang keeps in one buffer `[dim, seqlen + W-2]` a row, where window t is the
+    columns t to t + W-2: a step in time and a column are the same stride.
+    """
+    if windows.dim() != 4 or windows.shape[1] < 2 or windows.shape[3] < 2:
+        return windows
+    row, step, channel, column = windows.stride()
+    if step != column:
+        return windows
+    n_rows, num_tokens, d_inner, state_len = windows.shape
+    return windows.as_strided((n_rows, state_len - 1 + num_tokens, d_inner), (row, column, channel))
+
+
 def causal_conv1d_update_sglang(
     x: Tensor,
     conv_state: Tensor,
@@ -302,7 +317,9 @@ def causal_conv1d_update_sglang(
 
     - `conv_state` `(slots, dim, W-1 columns or more)`: the first W-1 are the window.
     - `intermediate_conv_window` `[rows, seqlen or more, dim, W-1]` takes the window after every
-      token; `intermediate_state_indices` is the row of each sequence, by default its slot.
+      token; `intermediate_state_indices` is the row of each sequence, by default its slot. SGLang
+      keeps the windows of a chain as overlapping views of one buffer: that is written as the
+      history that it is.
     - `retrieve_next_token` and `retrieve_next_sibling` `(batch, seqlen)` make the tokens a tree
       (first child and next sibling, -1 for none, later than the token), whose parents are written
       to `retrieve_parent_token`, as there. A tree leaves `conv_state` alone, where SGLang's kernel
@@ -338,7 +355,7 @@ def causal_conv1d_update_sglang(
     rows = _rows(x)
     options: dict[str, Any] = {"bias": bias, "l2_eps": l2_eps}
     if intermediate_conv_window is not None:
-        options["conv_state_inter"] = intermediate_conv_window
+        options["conv_state_inter"] = _snapshots(intermediate_conv_window)
         options["inter_indices"] = (
             conv_state_indices if intermediate_state_indices is None else intermediate_state_indices
         )
