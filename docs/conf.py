@@ -4,6 +4,7 @@
 link or a name that does not exist ends the build. Needs the built package, no network.
 """
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -49,10 +50,15 @@ myst_substitutions = {"pictures": pictures()}
 # ---- the API ----
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature in the docstring's own words; types stand in the text
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
 default_role = "code"  # docstrings write `name`
-nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|typing|collections)\..*")]
+smartquotes = False
+# Names of other projects, whose documents are not fetched.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|typing|collections|np)\..*"),
+    ("py:.*", r"Any|Array(Like)?|Callable|DTensor|Float32|Iterable|Literal|Report|Tensor|ndarray"),
+]
 
 
 def literal_blocks(app, what, name, obj, options, lines):
@@ -62,6 +68,15 @@ def literal_blocks(app, what, name, obj, options, lines):
         indented = lines[i + 2][margin:].startswith("    ")
         if line.endswith(":") and not lines[i + 1].strip() and indented:
             lines[i] = line + ":"
+
+
+def signature_as_written(app, what, name, obj, options, signature, annotation):
+    """Annotations by the names of the source, `Array` say, not by what they stand for."""
+    if what != "function":
+        return None
+    text = re.sub(r"""(: |-> )(['"])(.*?)\2""", r"\1\3", str(inspect.signature(obj)))
+    arguments, _, returns = text.rpartition(" -> ")
+    return arguments, returns
 
 
 class Schema(Directive):
@@ -78,4 +93,5 @@ class Schema(Directive):
 
 def setup(app):
     app.connect("autodoc-process-docstring", literal_blocks)
+    app.connect("autodoc-process-signature", signature_as_written)
     app.add_directive("schema", Schema)

@@ -7,10 +7,8 @@ per-token path of this project byte for byte.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from gdn_verify import compat
 SGLANG, VLLM = compat.causal_conv1d_update_sglang, compat.causal_conv1d_update_vllm
 D, W, QK, HEAD = 80, 4, 64, 32
 NORM = {"qk_channels": QK, "head_dim": HEAD}
-README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -462,9 +459,3 @@ def test_compiles(device):
     compiled, copy = torch.compile(f, fullgraph=True, backend="aot_eager"), state.clone()
     assert same(compiled(copy), f(state))
     assert same(copy, state)
-
-
-def test_readme():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [b for b in blocks if "gdn_verify.compat" in b]
-    exec(block, {})
