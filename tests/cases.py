@@ -515,6 +515,15 @@ def _index_options(
     return options
 
 
+def garble(rng: np.random.Generator, case: Case) -> None:
+    """Random values into all index arrays of the options, near the legal ones and far away."""
+    for x in case.options.values():
+        if isinstance(x, np.ndarray) and x.dtype == np.int32:
+            near = rng.integers(-3, 12, x.shape)
+            far = rng.integers(-(2**31), 2**31, x.shape)
+            x[...] = np.where(rng.random(x.shape) < 0.2, far, near)
+
+
 def default_case(
     shape: Shape, n_seq: int = 3, num_tokens: int = 4, seed: int = 0, **chosen: Any
 ) -> Case:
