@@ -95,8 +95,19 @@ fuzz-core: build/fuzz_core
 	./$< -max_total_time=$(FUZZ_SECONDS) -max_len=400 -len_control=0 -print_final_stats=1 \
 	    -artifact_prefix=build/ build/corpus tests/c/corpus
 
-fuzz: fuzz-core ## look for calls that fault, FUZZ_SECONDS long; needs clang
-.PHONY: fuzz fuzz-core
+# Calls of any kind from Python, compared with the reference; this many of each property.
+EXAMPLES ?= 4000
+
+fuzz-calls: $(BUILT)
+	GDN_VERIFY_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/test_properties.py \
+	    --hypothesis-show-statistics $(ARGS)
+
+fuzz: fuzz-calls fuzz-core ## look for calls that fault, FUZZ_SECONDS and EXAMPLES; needs clang
+.PHONY: fuzz fuzz-core fuzz-calls
+
+soak: $(BUILT) ## a simulated serving loop; ARGS="--steps 1000000 --device cuda"
+	$(PY) tests/soak.py $(ARGS)
+.PHONY: soak
 
 # ---- CUDA without a GPU ----
 
@@ -107,6 +118,18 @@ cuda: $(VENV)/.env ## compile the CUDA build for every architecture; list regist
 	    || { tail -n 40 build/cuda.log; exit 1; }
 	@grep '^gdn-verify:' build/cuda.log
 	@$(PY) .ci/ptxas.py build/cuda.log
+
+# ---- CUDA on a GPU ----
+
+# Torch's allocator would hide what lies outside a tensor.
+SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --tool
+
+sanitize: $(BUILT) ## every launch configuration and option under compute-sanitizer's four tools
+	$(SANITIZER) memcheck $(PY) tests/sanitize.py
+	$(SANITIZER) racecheck $(PY) tests/sanitize.py
+	$(SANITIZER) initcheck $(PY) tests/sanitize.py --fresh
+	$(SANITIZER) synccheck $(PY) tests/sanitize.py
+.PHONY: sanitize
 
 # ---- style ----
 

@@ -118,8 +118,6 @@ class _OnDevice:
         self.buffers: dict[int, tuple[np.ndarray, Guarded, Any]] = {}
 
     def tensor(self, x: np.ndarray) -> Any:
-        import torch
-
         from gdn_verify.arrays import to_tensor
 
         owner = buffer_of(x)
@@ -127,8 +125,7 @@ class _OnDevice:
         assert owner.dtype == x.dtype
         if id(owner) not in self.buffers:
             guarded = Guarded(owner, 16 * GUARD)
-            whole = torch.from_numpy(guarded.whole).cuda()
-            self.buffers[id(owner)] = owner, guarded, whole
+            self.buffers[id(owner)] = owner, guarded, self.upload(owner, guarded.whole)
         _, guarded, whole = self.buffers[id(owner)]
         middle = whole[guarded.guard : guarded.guard + owner.nbytes]
         flat = middle.view(to_tensor(np.empty(0, x.dtype)).dtype)
@@ -136,6 +133,12 @@ class _OnDevice:
         # as_strided counts from the start of the storage, which holds the guard too
         start = (guarded.guard + _offset(x)) // x.itemsize
         return flat.as_strided(x.shape, strides, start)
+
+    def upload(self, owner: np.ndarray, whole: np.ndarray) -> Any:
+        """`whole`, the bytes of the buffer `owner` between its guards, as a tensor."""
+        import torch
+
+        return torch.from_numpy(whole).cuda()
 
     def copy_back(self) -> None:
         import torch
