@@ -6,7 +6,6 @@ link or a name that does not exist ends the build. Needs the built package, no n
 
 import inspect
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from docutils.parsers.rst import Directive
 import gdn_verify
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 project = "gdn-verify"
 author = "The gdn-verify developers"

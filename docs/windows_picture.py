@@ -11,7 +11,7 @@ from pathlib import Path
 TAPS, DRAFTS, ACCEPTED = 4, 4, 2
 BOX, GAP, LEFT, TOP = 34, 12, 190, 62  # pixels
 OLD, NEW, LOST = "#dfe5ec", "#bfe3c8", "#f4cfc9"  # of the past, accepted, rejected
-WIDTH = LEFT + (TAPS + DRAFTS) * BOX + 300
+WIDTH = LEFT + (TAPS + DRAFTS) * BOX + 330
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:

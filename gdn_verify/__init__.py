@@ -5,6 +5,7 @@ Importing this package loads the operators `torch.ops.gdn.*`. Without torch, `gd
 """
 
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from .errors import GdnVerifyError
@@ -35,8 +36,15 @@ try:
     from .autotune import autotune, call_shapes, tune  # isort: skip  (the function hides the module)
 except ImportError as error:  # no torch, or no library for it: say so when it is asked for
     _reason = str(error)
+    _missing = set(__all__)
+    if find_spec("gdn_verify._core") is None:
+        _missing.add("_core")
+        _reason = (
+            f"gdn_verify in {__path__[0]} is not built for this Python: where another one is"
+            " installed, run from another folder; or run `pip install --no-build-isolation -e .`"
+        )
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
+        if name in _missing:
             raise ImportError(_reason)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

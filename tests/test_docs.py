@@ -166,6 +166,22 @@ def test_serving_loop(page):
         assert torch.equal(layer.conv_state[1], old[1])
 
 
+@pytest.mark.parametrize("command", ["from gdn_verify import verify_conv", "import gdn_verify.ops"])
+def test_a_checkout_that_is_not_built(tmp_path, command):
+    """Says so in the words that the troubleshooting page looks up."""
+    (tmp_path / "gdn_verify").mkdir()
+    for path in Path(gdn_verify.__file__).parent.glob("*.py"):
+        shutil.copy(path, tmp_path / "gdn_verify")
+    env = {**os.environ, "PYTHONPATH": ""}
+    python = [sys.executable, "-c", command]
+    done = subprocess.run(
+        python, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    (before, after) = re.findall(r"\*\*`(gdn_verify in) \.\. (is not built [^`]*)`", page)[0]
+    assert f"{before} {tmp_path / 'gdn_verify'} {after}" in done.stderr
+
+
 def test_every_option_has_an_example():
     schema = torch.ops.gdn.verify_fused_conv_kn_batched.default._schema
     options = [argument.name for argument in schema.arguments if argument.kwarg_only]
