@@ -11,7 +11,7 @@ from pathlib import Path
 TAPS, DRAFTS, ACCEPTED = 4, 4, 2
 BOX, GAP, LEFT, TOP = 34, 12, 190, 62  # pixels
 OLD, NEW, LOST = "#dfe5ec", "#bfe3c8", "#f4cfc9"  # of the past, accepted, rejected
-WIDTH = LEFT + (TAPS + DRAFTS) * BOX + 330
+WIDTH = LEFT + (TAPS + DRAFTS) * BOX + 270
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -45,7 +45,7 @@ def draw() -> str:
     for t in range(DRAFTS):
         y += BOX + GAP
         newest = TAPS + 1 + t
-        note = f"output of token {t}, then kept as it is"
+        note = f"gives the output of token {t}"
         parts.append(boxes(newest - TAPS + 1, newest, y, f"snapshot {t}", note))
     y += BOX + 2.5 * GAP
     newest = TAPS + ACCEPTED
