@@ -23,7 +23,7 @@ import gdn_verify
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWN = {"text", "json", "c", "cpp", "make", "diff"}  # languages that do not run
+SHOWN = {"text", "json", "toml", "yaml", "c", "cpp", "make", "diff"}  # languages that do not run
 BLOCK = re.compile(r"^(?:<!-- test: ([^\n]*) -->\n)?```(\S+)[^\n]*\n(.*?)^```$", re.M | re.S)
 
 
