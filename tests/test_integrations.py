@@ -1,0 +1,500 @@
+"""The operator inside transformers, vLLM and SGLang; of the last two there are stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import standins
+import torch
+from torch import Tensor
+
+from gdn_verify import compat
+from gdn_verify.integrations import vllm as vllm_plugin
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    torch.manual_seed(0)
+    return request.param
+
+
+def ints(device: str, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+DRAFTS = 3
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield standins.put_vllm(monkeypatch)
+    vllm_plugin.remove()
+
+
+def spec_step(
+    layer: standins.VllmLayer, device: str, lengths: list[int], accepted: list[int]
+) -> SimpleNamespace:
+    """A step in which sequence i owns blocks 1 + 4 i and on; one request of padding at the end."""
+    n = len(lengths)
+    blocks = torch.zeros(n + 1, DRAFTS + 1, dtype=torch.int32)  # block 0 is padding
+    blocks[:n] = 1 + torch.arange(n * (DRAFTS + 1)).view(n, -1)
+    starts = [0, *itertools.accumulate(lengths)]
+    return SimpleNamespace(
+        spec_sequence_masks=torch.ones(n + 1, dtype=torch.bool, device=device),
+        num_spec_decodes=n + 1,
+        num_decodes=0,
+        num_prefills=0,
+        num_actual_tokens=starts[-1],
+        spec_state_indices_tensor=blocks.to(device),
+        spec_query_start_loc=ints(device, *starts, starts[-1], starts[-1]),
+        num_accepted_tokens=ints(device, *accepted, 1, 1),
+    )
+
+
+def plain_step(device: str, blocks: list[int]) -> SimpleNamespace:
+    n = len(blocks)
+    return SimpleNamespace(
+        spec_sequence_masks=None,
+        num_decodes=n,
+        num_actual_tokens=n,
+        non_spec_state_indices_tensor=ints(device, *blocks),
+        non_spec_query_start_loc=ints(device, *range(n + 1)),
+    )
+
+
+def vllm_run(module: Any, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Outputs of steps with and without drafts, and both states."""
+    layer = module.QwenGatedDeltaNetAttention(module, DRAFTS, device, dtype)
+    torch.manual_seed(1)
+    outputs, accepted = [], [1, 1]
+    for step in range(10):
+        if step in (0, 6):  # both sequences go on from the window of one accepted token
+            meta, tokens, accepted = plain_step(device, [1, 5]), 2, [1, 1]
+        else:
+            lengths = [4, 1 + step % 4]
+            meta, tokens = spec_step(layer, device, lengths, accepted), sum(lengths)
+            accepted = [1 + (step * 7 + i) % length for i, length in enumerate(lengths)]
+        rows = torch.randn(tokens, layer.d_inner).to(dtype).to(device)
+        gates = torch.randn(2, tokens, layer.v_heads).to(device)
+        outputs.append(layer.forward(meta, rows, *gates))
+    return outputs, *layer.kv_cache
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_vllm_step(vllm, device, dtype, bound):
+    expected = vllm_run(vllm, device, dtype)
+    vllm_plugin.install()
+    found = vllm_run(vllm, device, dtype)
+    assert torch.equal(found[1], expected[1])  # the pool: inputs, as they came
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+    torch.testing.assert_close(found[2], expected[2], rtol=bound, atol=bound)
+
+
+def test_vllm_calls(vllm, monkeypatch):
+    """Drafts alone go to the operator, with the norm of this rank's heads; it is not done twice."""
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    rules: list[dict[str, Any]] = []
+
+    def note(into: list[dict[str, Any]], function: Any) -> Any:
+        return lambda *args, **kwargs: (into.append(kwargs), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr(
+        vllm_plugin, "causal_conv1d_update_vllm", note(ours, compat.causal_conv1d_update_vllm)
+    )
+    vllm.causal_conv1d_update = note(theirs, vllm.causal_conv1d_update)
+    rule = "fused_sigmoid_gating_delta_rule_update"
+    setattr(vllm, rule, note(rules, getattr(vllm, rule)))
+    vllm_plugin.install()
+    vllm_run(vllm, "cpu", torch.float32)
+    assert (len(ours), len(theirs), len(rules)) == (8, 2, 10)
+    assert all(call["qk_channels"] == 64 and call["head_dim"] == 16 for call in ours)
+    assert [call["use_qk_l2norm_in_kernel"] for call in rules].count(True) == 2
+    assert rules[0]["use_qk_l2norm_in_kernel"]
+    assert rules[6]["use_qk_l2norm_in_kernel"]
+
+
+def test_vllm_kernel_with_its_own_norm(vllm):
+    """Outside `_forward_core` nothing tells the recurrence: convolution and SiLU alone."""
+    layer = vllm.QwenGatedDeltaNetAttention(vllm, DRAFTS, "cpu", torch.float32)
+    meta = spec_step(layer, "cpu", [4, 4], [1, 2])
+
+    def update() -> Tensor:
+        torch.manual_seed(1)
+        return vllm.causal_conv1d_update(
+            torch.randn(8, layer.d_inner),
+            layer.kv_cache[0].clone().transpose(1, 2),
+            layer.conv1d.weight.squeeze(1),
+            None,
+            "silu",
+            conv_state_indices=meta.spec_state_indices_tensor[:3, 0],
+            num_accepted_tokens=meta.num_accepted_tokens[:3],
+            query_start_loc=meta.spec_query_start_loc[:4],
+            max_query_len=4,
+            validate_data=False,
+        )
+
+    expected = update()
+    vllm_plugin.install()
+    torch.testing.assert_close(update(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_vllm_goes_on_where_the_operator_refuses(vllm, caplog):
+    expected = vllm_run(vllm, "cpu", torch.float64)
+    vllm_plugin.install()
+    with caplog.at_level(logging.WARNING, "gdn_verify"):
+        found = vllm_run(vllm, "cpu", torch.float64)
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert torch.equal(found[1], expected[1])
+    assert len(caplog.records) == 1
+    assert "vLLM's own convolution runs" in caplog.text
+
+
+def test_vllm_install_and_remove(vllm):
+    layer = vllm.QwenGatedDeltaNetAttention
+    before = dict(vars(vllm)), layer._forward_core
+    vllm_plugin.install()
+    patched = dict(vars(vllm))
+    vllm_plugin.install()
+    assert dict(vars(vllm)) == patched != before[0]
+    vllm_plugin.remove()
+    assert (dict(vars(vllm)), layer._forward_core) == before
+    vllm_plugin.remove()
+
+
+def test_vllm_entry_point(vllm, monkeypatch):
+    """Found by vLLM, and silent unless it is asked for."""
+    found = metadata.entry_points(group="vllm.general_plugins")
+    if "gdn_verify" not in found.names:
+        pytest.skip("needs an installation that is as new as this test")
+    register = found["gdn_verify"].load()
+    assert register is vllm_plugin.register
+    before = vllm.causal_conv1d_update
+    monkeypatch.delenv("GDN_VERIFY_VLLM", raising=False)
+    register()
+    assert vllm.causal_conv1d_update is before
+    monkeypatch.setenv("GDN_VERIFY_VLLM", "1")
+    register()
+    assert vllm.causal_conv1d_update is not before
+
+
+@pytest.mark.parametrize("missing", ["vllm", "module", "rule", "layer"])
+def test_vllm_that_is_another(monkeypatch, caplog, missing):
+    """One sentence; the server goes on."""
+    sentence = "another"
+    if missing in ("rule", "layer"):
+        module: Any = standins.put_vllm(monkeypatch)
+        name = "fused_sigmoid_gating_delta_rule_update"
+        delattr(module, name if missing == "rule" else "QwenGatedDeltaNetAttention")
+    else:
+        sentence = "not installed" if missing == "vllm" else "0.33 has"
+        name = "vllm" if missing == "vllm" else "vllm.model_executor"
+        real = importlib.import_module
+
+        def absent(path: str) -> Any:
+            if path.startswith("vllm"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real(path)
+
+        monkeypatch.setattr(vllm_plugin.importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=sentence):
+        vllm_plugin.install()
+    monkeypatch.setenv("GDN_VERIFY_VLLM", "1")
+    with caplog.at_level(logging.WARNING, "gdn_verify"):
+        vllm_plugin.register()
+    assert "GDN_VERIFY_VLLM=1 has no effect" in caplog.text
+    assert not vllm_plugin._originals
+
+
+# ---- SGLang --------------------------------------------------------------------------------------
+
+D, K = 96, 4
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return standins.put_sglang(monkeypatch)
+
+
+def run_the_guide() -> None:
+    page = ROOT / "docs" / "integration-sglang.md"
+    if not page.exists():
+        pytest.skip("needs the documents of the source tree")
+    (code,) = re.findall(r"```python\n(# my_plugins.py\n.*?)```", page.read_text("utf-8"), re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["register"]()
+
+
+def sglang_run(module: Any, device: str, shared: bool) -> tuple[list[Tensor], standins.SglangPool]:
+    torch.manual_seed(0)
+    backend, pool = standins.SglangBackend(module), standins.SglangPool(3, K, D, device, shared)
+    weight = torch.randn(D, 4).bfloat16().to(device)
+    layer = SimpleNamespace(conv_weights=weight, bias=None, activation="silu")
+    slots = ints(device, 7, 2, -1)
+    outputs = []
+    for step in range(6):
+        rows = torch.randn(3 * K, D).bfloat16().to(device)
+        out = backend.verify(layer, pool, rows, K, slots)
+        outputs.append(out[: 2 * K])  # the rest is padding
+        pool.accept(slots, ints(device, step % K, (3 * step + 1) % K, -1))
+        rows = torch.randn(2, D).bfloat16().to(device)
+        outputs.append(backend.decode(layer, pool, rows, slots[:2]))
+    return outputs, pool
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sglang_chain(sglang, device, shared):
+    expected, their_pool = sglang_run(sglang, device, shared)
+    original = sglang.causal_conv1d_update
+    run_the_guide()
+    assert sglang.causal_conv1d_update is not original
+    found, pool = sglang_run(sglang, device, shared)
+    assert torch.equal(pool.conv, their_pool.conv)
+    assert torch.equal(pool.windows, their_pool.windows)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_sglang_windows_that_overlap(device, norm):
+    """The same bits as windows of their own, whatever the width."""
+    for width in (2, 3, 4, 8):
+        past = width - 1
+        buffer = torch.zeros(2, D, K + past - 1, device=device)
+        strides = (buffer.stride(0), 1, buffer.stride(1), 1)
+        overlapping = buffer.as_strided((2, K, D, past), strides)
+        own = torch.zeros(2, K, D, past, device=device)
+        state = torch.randn(5, D, past).to(device)
+        x = torch.randn(2, K, D).to(device).transpose(1, 2)
+        weight = torch.randn(D, width).to(device)
+        results = []
+        for windows in (overlapping, own):
+            slots = state.clone()
+            out = compat.causal_conv1d_update_sglang(
+                x,
+                slots,
+                weight,
+                activation="silu",
+                conv_state_indices=ints(device, 3, 1),
+                intermediate_conv_window=windows,
+                intermediate_state_indices=ints(device, 1, 0),
+                **({"qk_channels": 64, "head_dim": 32} if norm else {}),
+            )
+            results.append((out, slots, windows.clone()))
+        assert all(map(torch.equal, *results)), width
+        assert overlapping.any()
+
+
+def test_sglang_tree_needs_windows_of_its_own(device):
+    buffer = torch.zeros(1, D, K + 2, device=device)
+    with pytest.raises(ValueError, match="parent_index"):
+        compat.causal_conv1d_update_sglang(
+            torch.randn(1, K, D).to(device).transpose(1, 2),
+            torch.zeros(1, D, 3, device=device),
+            torch.randn(D, 4).to(device),
+            conv_state_indices=ints(device, 0),
+            intermediate_conv_window=buffer.as_strided((1, K, D, 3), (D * (K + 2), 1, K + 2, 1)),
+            retrieve_next_token=ints(device, 1, 2, 3, -1)[None],
+            retrieve_next_sibling=ints(device, -1, -1, -1, -1)[None],
+        )
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+KINDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.fixture
+def gdn() -> Iterator[Any]:
+    pytest.importorskip("transformers")
+    module = importlib.import_module("gdn_verify.integrations.transformers")
+    yield module
+    module.remove()
+
+
+def make_layer(kind: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A GDN layer with random weights, and the configuration of a model that has it alone."""
+    transformers = importlib.import_module("transformers")
+    name = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    config_name = "Qwen3NextConfig" if kind == "qwen3_next" else f"{name}TextConfig"
+    config = getattr(transformers, config_name)(
+        hidden_size=32,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+    )
+    torch.manual_seed(0)
+    layer = getattr(modeling, f"{name}GatedDeltaNet")(config, 0)
+    return layer.to(device=device, dtype=dtype).eval(), config
+
+
+def prompted(layer: Any, config: Any, hidden: Tensor, record: bool = False) -> Any:
+    """A cache of transformers after a prompt."""
+    cache = importlib.import_module("transformers").DynamicCache(config=config)
+    if record:
+        cache.layers[0].activate_past_recording()
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+        layer(hidden, cache)
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_layer_decodes(gdn, device, kind, dtype, bound, num_tokens):
+    """The same windows, byte for byte, and the same output within rounding, patched or not."""
+    layer, config = make_layer(kind, device, dtype)
+    hidden = torch.randn(3, 5 + 2 * num_tokens, 32).to(dtype).to(device)
+    results = []
+    for patched in (False, True):
+        cache = prompted(layer, config, hidden[:, :5])
+        if patched:
+            assert type(layer).__name__ in gdn.install()
+        outputs = []
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+            for start in (5, 5 + num_tokens):
+                outputs.append(layer(hidden[:, start : start + num_tokens], cache))
+        states = cache.layers[0]
+        results.append((*outputs, states.recurrent_states[0], states.conv_states[0]))
+    *expected, window = results[0]
+    *found, our_window = results[1]
+    assert torch.equal(our_window, window)
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = bound * theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=scale)
+    assert dtype == torch.bfloat16 or not all(map(torch.equal, found, expected))  # it was ours
+
+
+@pytest.mark.parametrize("case", ["prompt", "no cache", "gradients", "recording", "float64"])
+def test_layer_is_left_alone(gdn, monkeypatch, case):
+    layer, config = make_layer("qwen3_next", "cpu", torch.float64 if case == "float64" else None)
+    dtype = layer.out_proj.weight.dtype
+    hidden = torch.randn(2, 6, 32).to(dtype)
+
+    def run() -> Tensor:
+        if case == "no cache":
+            return layer(hidden)
+        if case == "prompt":
+            cache = importlib.import_module("transformers").DynamicCache(config=config)
+            return layer(hidden, cache)
+        cache = prompted(layer, config, hidden[:, :5], record=case == "recording")
+        with torch.set_grad_enabled(case == "gradients"):
+            output = layer(hidden[:, 5:], cache)
+        assert output.requires_grad is (case == "gradients")
+        return output.detach()
+
+    expected = run()
+    gdn.install()
+
+    def never(*args: Any) -> None:
+        raise AssertionError("the operator ran")
+
+    monkeypatch.setattr(gdn, "_decode", never)
+    assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("rollback", ["accepted", "commit"])
+@pytest.mark.parametrize("accepted", [[1, 1, 1, 1], [4], [2, 2], [1, 3]])
+def test_layer_verifies(gdn, device, rollback, accepted):
+    """Steps of four tokens of which some are accepted, against a token at a time: the convolution
+    has the same bits, whatever came after the accepted tokens."""
+    layer, config = make_layer("qwen3_next", device, torch.float32)
+    gdn.install()
+    d_inner, d_conv = layer.conv_dim, layer.conv_kernel_size
+    torch.manual_seed(2)
+    rows = torch.randn(2, 8, d_inner).to(device)
+    shape = gdn._convolution(layer)
+    states = torch.randn(2, d_inner, d_conv).to(device)
+    expected = []
+    state = states.clone()
+    for t in range(4):
+        row, output = rows[:, t].contiguous(), torch.empty_like(rows[:, 0])
+        torch.ops.gdn.conv1d_update_l2norm(
+            state, row, shape["weight"], output, shape["qk_channels"], shape["head_dim"]
+        )
+        expected.append(output)
+
+    cache = gdn.SpeculativeCache(
+        config, slots=5, num_tokens=4, max_length=64, device=device, rollback=rollback
+    )
+    slots = [3, 1]
+    cache._conv_states[0][slots] = states
+    done = 0
+    with torch.no_grad():
+        for n in accepted:
+            cache._slots, cache._rows = slots, ints(device, *slots)
+            wrong = torch.randn(2, 4, d_inner).to(device)
+            wrong[:, :n] = rows[:, done : done + n]
+            output = cache.convolve(0, wrong, **shape)
+            for t in range(n):
+                assert torch.equal(output[:, t], expected[done + t])
+            cache.accept([n, n])
+            done += n
+    assert done == 4
+
+
+def test_install_and_remove(gdn):
+    layer, _ = make_layer("qwen3_next", "cpu", torch.float32)
+    forward = type(layer).forward
+    names = gdn.install()
+    assert {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet"} <= set(names)
+    patched = type(layer).forward
+    assert patched is not forward
+    assert gdn.install() == names
+    assert type(layer).forward is patched
+    gdn.remove()
+    assert type(layer).forward is forward
+    gdn.remove()
+
+
+def test_cache_refuses(gdn):
+    _, config = make_layer("qwen3_next", "cpu", torch.float32)
+    sizes = {"slots": 2, "num_tokens": 2, "max_length": 4}
+    with pytest.raises(ValueError, match="rollback is 'none'"):
+        gdn.SpeculativeCache(config, rollback="none", **sizes)
+    cache = gdn.SpeculativeCache(config, **sizes)
+    for tokens in (3, 5):
+        with pytest.raises(ValueError, match="do not fit"):
+            cache.verify(None, torch.zeros(1, tokens, dtype=torch.int64), [0])
+    with pytest.raises(ValueError, match="num_accepted must be 1 or more"):
+        cache.accept([1])
+
+
+@pytest.mark.parametrize("case", ["transformers", "layers", "rule"])
+def test_transformers_that_is_another(gdn, monkeypatch, case):
+    real = importlib.import_module
+    sentence = {"transformers": "not installed", "layers": "no Gated", "rule": "has another"}[case]
+
+    def other(path: str) -> Any:
+        if case == "transformers":
+            raise ModuleNotFoundError(name="transformers")
+        if case == "layers" and path != "transformers":
+            raise ModuleNotFoundError(name=path)
+        module = real(path)
+        if case == "rule" and path != "transformers":
+            return SimpleNamespace(**{k: v for k, v in vars(module).items() if "rule" not in k})
+        return module
+
+    monkeypatch.setattr(gdn.importlib, "import_module", other)
+    with pytest.raises(ImportError, match=sentence):
+        gdn.install()
+    assert not gdn._originals
