@@ -45,8 +45,9 @@ C_FLAGS += ["-fPIC", *HARDEN]
 C_FLAGS += ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wc++-compat"]
 CXX_FLAGS = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *HARDEN]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-cudart=static"]
-NVCC_FLAGS += ["-Xcompiler=-fPIC,-ffp-contract=off,-fstack-protector-strong"]
-LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-rpath,$ORIGIN"]
+NVCC_FLAGS += ["-Xcompiler=" + ",".join(["-fPIC", "-ffp-contract=off", *HARDEN])]
+HARDEN_LINK = "-z,relro,-z,now,-z,noexecstack"
+LINK_FLAGS = [f"-Wl,{HARDEN_LINK}", "-Wl,-rpath,$ORIGIN"]
 
 
 def say(line: str) -> None:
@@ -284,7 +285,7 @@ class Builder:
         core = self.folder / "libgdn_verify.so"
         parts = [made for name, made in objects.items() if not name.endswith(".cpp")]
         if self.nvcc:  # nvcc knows where its runtime lies
-            linker = [self.nvcc.path, "-shared", "-cudart=static", "-Xlinker=-z,relro,-z,now"]
+            linker = [self.nvcc.path, "-shared", "-cudart=static", f"-Xlinker={HARDEN_LINK}"]
             linker += ["-Xlinker=-soname,libgdn_verify.so,--exclude-libs,ALL"]
         else:
             linker = [*self.cc, "-shared", *LINK_FLAGS, "-Wl,-soname,libgdn_verify.so"]
