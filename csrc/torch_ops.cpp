@@ -15,7 +15,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -174,6 +177,18 @@ void parallel_for(int64_t count, int64_t grain, gdn_verify_range_fn body, void *
   (void)torch_parallel_for(0, count, grain, run, &range);
 }
 
+/* In a child of fork torch's threads are gone, but OpenMP, which runs them, waits for them for ever:
+ * there the core's own threads do it, unless the child wants one alone. */
+std::atomic<bool> forked{false};
+const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+gdn_verify_parallel_for threads_of_torch() {
+  uint32_t threads = 0;
+  if (forked && (torch_get_num_threads(&threads) != AOTI_TORCH_SUCCESS || threads > 1))
+    return nullptr;
+  return parallel_for;
+}
+
 void *current_stream(int32_t device_index) {
   if (!aoti_torch_get_current_cuda_stream)
     fail("this build of torch has no CUDA, so its current stream cannot be told");
@@ -190,7 +205,7 @@ void run(Params &params, const Device &device,
   gdn_verify_error error;
   gdn_verify_status status;
   params.check = check_indices;
-  params.parallel_for = parallel_for;
+  params.parallel_for = threads_of_torch();
   if (device.is_cuda()) {
     const torch::stable::accelerator::DeviceGuard guard(device.index);
     status = cuda(&params, current_stream(device.index), &error);

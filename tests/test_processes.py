@@ -109,6 +109,35 @@ def test_a_child_process_computes_the_same(start: str, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_fork_after_torch_ran_its_threads(threads: int) -> None:
+    """OpenMP, which runs them, does not survive a fork: any parallel operator of torch hangs."""
+    python(f"""
+        import os, signal
+        n, d = 64, 4096
+        state, x, weight = torch.ones(n, d, 4), torch.ones(n, 4, d), torch.ones(d, 4)
+        outputs = [torch.zeros_like(x) for _ in range(3)]
+        torch.set_num_threads(max(2, torch.get_num_threads()))
+
+        def large(output):
+            gdn_verify.verify_conv(state, x, weight, qk_channels=2048, head_dim=128, output=output,
+                                   update_state=False, snapshots="none")
+
+        large(outputs[0])
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            if {threads}:
+                torch.set_num_threads({threads})
+            large(outputs[1])
+            same = outputs[1].numpy().tobytes() == outputs[0].numpy().tobytes()
+            os._exit(0 if same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        large(outputs[2])
+        assert torch.equal(outputs[2], outputs[0])
+    """)
+
+
 def test_a_fork_after_the_core_ran_its_own_threads() -> None:
     python("""
         import os
