@@ -271,9 +271,12 @@ def verify_fused_conv_kn_batched(
     """
     d_inner, d_conv = weight.shape
     n_seq = len(cu_seqlens) - 1 if cu_seqlens is not None else new_input.shape[0]
-    if n_seq == 0 or max_num_tokens == 0:  # otherwise the rows of each sequence say it all
-        return
     state_len = d_conv - 1 if conv_state is None else conv_state.shape[-1]
+    if cu_seqlens is not None and max_num_tokens is None and conv_state_inter is not None:
+        lead = state_len - 1 if conv_state_inter.ndim == 3 else 0
+        max_num_tokens = conv_state_inter.shape[1] - lead
+    if n_seq == 0 or (cu_seqlens is not None and max_num_tokens == 0):
+        return  # otherwise the rows of each sequence say it all
     slot_or_row = conv_state_indices if conv_state is not None else inter_indices
 
     if cu_seqlens is not None:

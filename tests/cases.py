@@ -167,6 +167,21 @@ class Case:
     def __repr__(self) -> str:
         return f"<{self.op} {self.label}>"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints: shapes, strides and offsets, and values of index arrays alone."""
+
+        def text(x: Any) -> str:
+            if isinstance(x, list):
+                return f"[{', '.join(map(text, x))}]"
+            if not isinstance(x, np.ndarray):
+                return repr(x)
+            if x.dtype == np.int32:
+                return repr(x)
+            return f"{x.dtype}{x.shape} strides {x.strides} at {_offset(x)}"
+
+        rest = {**self.args, **self.options}.items()
+        printer.text(f"{self!r} " + ", ".join(f"{name}={text(x)}" for name, x in rest))
+
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by argument name; those in lists as name[i]."""
         found = {}

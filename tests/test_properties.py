@@ -180,7 +180,7 @@ def relaid(draw: st.DrawFn, x: np.ndarray, signs: tuple[int, ...]) -> np.ndarray
     before = draw(st.integers(0, 9)) - sum(r for r in reach if r < 0)
     buffer = cases.filled((before + sum(r for r in reach if r > 0) + 1 + draw(st.integers(0, 9)),),
                           x.dtype.type if x.dtype.type in cases.FILL else np.float32)  # fmt: skip
-    buffer = buffer.astype(x.dtype, copy=False)
+    buffer = np.nan_to_num(buffer).astype(x.dtype) if buffer.dtype != x.dtype else buffer
     result = view(buffer, x.shape, tuple(strides), before)
     result[...] = x
     return result
@@ -303,7 +303,10 @@ def test_any_arguments(built, data):
     if error:
         check_refusal(case, mine, error)
     elif not shares_what_it_writes(case):
-        compare.assert_same_case(mine, cases.run("reference", case), "core")
+        plain = case.copy()
+        plain.options.pop("config", None)  # the reference has none
+        plain.call("reference")
+        compare.assert_same_case(mine, plain, "core")
     if built == "core" or isinstance(error, TypeError):
         return
     theirs, their_error = outcome(built, case)

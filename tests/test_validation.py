@@ -226,6 +226,9 @@ LEGAL: dict[str, Callable[[], Case]] = {
         conv_state_indices=int32(-1, -1, -1), inter_indices=int32(0, 1, 2)),
     "a small maximum": lambda: ragged(max_num_tokens=4, conv_state_inter=new(N, 9, D, W)),
     "a huge maximum": lambda: ragged(max_num_tokens=2**62, conv_state_inter=None),
+    "a maximum of 0 without lengths is none": lambda: batched(max_num_tokens=0),
+    "snapshots that hold no token": lambda: ragged(conv_state_inter=new(N, 0, D, W)),
+    "a history that holds no token": lambda: ragged(conv_state_inter=new(N, W - 1, D)),
     "S is W - 1": lambda: batched(
         conv_state=new(N, D, W - 1), conv_state_inter=new(N, K, D, W - 1)),
     "no head": lambda: batched(qk_channels=0, head_dim=1000),
