@@ -15,6 +15,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m gdn_verify",
         description="Batched causal-convolution verify operator for speculative decoding of Gated "
         "DeltaNet models.",
+        epilog="In Python: gdn_verify.verify_conv and torch.ops.gdn. In other projects: "
+        "gdn_verify.compat in place of causal_conv1d_update, gdn_verify.integrations for "
+        "transformers and vLLM.",
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
 
