@@ -1,4 +1,4 @@
-"""Arrays between guards: bytes that are NaN in every float dtype and a huge negative number in int32.
+"""Arrays between guards: bytes that are NaN in every float dtype, and negative in int32.
 
 Reading a guard shows in the results; every run is verified to have written to none.
 """
