@@ -43,13 +43,16 @@ def load_script() -> ModuleType:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """One thread, as for the script: products this small only wait for others. No TF32."""
+def deterministic() -> Iterator[None]:
+    """No TF32, no atomics, new memory full of NaN; and one thread, as for the script: products this
+    small only wait for others."""
     threads = torch.get_num_threads()
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
+    torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
     torch.set_num_threads(threads)
 
@@ -115,6 +118,54 @@ def test_one_draft(script, world, installed):
     model, prompts, greedy = world
     result = script.decode(model, prompts, NEW_TOKENS, 1, script.lookup)
     assert result.tokens == greedy.tokens
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@torch.no_grad()
+def test_a_slot_is_used_again(script, world, installed, rollback):
+    """A sequence comes while another goes on: one starts from its state, one from its snapshots."""
+    import transformers
+
+    model, prompts, greedy = world
+    cache = gdn.SpeculativeCache(
+        model.config,
+        slots=3,
+        num_tokens=3,
+        max_length=64,
+        device=model.device,
+        rollback=rollback,
+    )
+    texts: dict[int, list[int]] = {}
+
+    def load(sequence: int, slot: int) -> None:
+        prompt_cache = transformers.DynamicCache(config=model.config)
+        ids = torch.tensor([prompts[sequence]], device=model.device)
+        texts[slot] = [int(model(ids, None, None, prompt_cache).logits[0, -1].argmax())]
+        cache.load(slot, prompt_cache)
+
+    def step(truths: dict[int, int], right: list[int]) -> None:
+        """Sequences by slot, each with two drafts of which the first ones are right."""
+        rows = []
+        for (slot, sequence), n in zip(truths.items(), right, strict=True):
+            done = len(texts[slot])
+            drafts = greedy.tokens[sequence][done : done + 2]
+            rows.append([texts[slot][-1], *drafts[:n], *[(t + 1) % 256 for t in drafts[n:]]])
+        tokens = torch.tensor(rows, device=model.device)
+        wanted = cache.verify(model, tokens, list(truths)).argmax(-1).tolist()
+        for slot, n, words in zip(truths, right, wanted, strict=True):
+            texts[slot] += words[: n + 1]
+        cache.accept([n + 1 for n in right])
+
+    load(0, 2)
+    load(1, 0)
+    for right in ([1, 2], [0, 1], [2, 0]):
+        step({2: 0, 0: 1}, right)
+    load(1, 0)  # the same prompt again, over what the slot held
+    for right in ([1, 1], [2, 0], [0, 2]):
+        step({0: 1, 2: 0}, right)
+    assert texts[2] == greedy.tokens[0][: len(texts[2])]
+    assert texts[0] == greedy.tokens[1][: len(texts[0])]
+    assert (len(texts[2]), len(texts[0])) == (1 + 6 + 6, 1 + 6)
 
 
 def test_gap_leaves_room_for_rounding(world):

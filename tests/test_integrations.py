@@ -358,7 +358,7 @@ def prompted(layer: Any, config: Any, hidden: Tensor, record: bool = False) -> A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_layer_decodes(gdn, device, kind, dtype, bound, num_tokens):
     """The same windows, byte for byte, and the same output within rounding, patched or not."""
