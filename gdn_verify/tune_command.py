@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 
 from . import table, tuned
@@ -13,8 +14,17 @@ from .check import describe, find_devices
 from .tuned import CallShape, Tuned
 
 
+class _Terminated(BaseException):
+    """SIGTERM."""
+
+
+def _terminated(*_: object) -> None:
+    raise _Terminated
+
+
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 tuned, 1 not everything, 2 nothing to run on, 130 interrupted."""
+    """Returns the exit status: 0 tuned, 1 not everything, 2 nothing to run on, 130 interrupted, 143
+    terminated."""
     try:
         device = find_devices(options.device)[0]
         if device.type != "cuda":
@@ -43,11 +53,18 @@ def run(options: argparse.Namespace) -> int:
         progress.step(f"C {shape.n_seq} K {shape.num_tokens} {shape.snapshots}")
 
     status = 0
+    # so that what was measured is saved on the way out
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         tune(shapes, device, again=options.again, report=report)
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured until now is kept", file=sys.stderr)
         status = 130
+    except _Terminated:
+        print("\nterminated: what was measured until now is kept", file=sys.stderr)
+        status = 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
     show(options.model, describe(device), found, len(shapes))
     return status or int(len(found) < len(shapes))
 
