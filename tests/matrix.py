@@ -38,9 +38,10 @@ def build(python: str, folder: Path) -> None:
     """The package as `python` builds it, with its Python files."""
     command = [python, "setup.py", "-q", "build_ext", "--build-lib", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    for path in (ROOT / "gdn_verify").glob("*.py*"):
-        if path.is_file():
-            shutil.copy(path, folder / "gdn_verify")
+    for path in (ROOT / "gdn_verify").rglob("*.py"):
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
 
 
 def run_tests(python: str, folder: Path, options: list[str]) -> str:

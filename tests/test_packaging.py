@@ -143,7 +143,8 @@ def test_wheel_holds_the_package_alone():
     (wheel,) = Path(os.environ["GDN_VERIFY_DIST"]).glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     package = {name for name in names if ".dist-info/" not in name}
-    python = {f"gdn_verify/{path.name}" for path in (ROOT / "gdn_verify").glob("*.py*")}
+    sources = [*(ROOT / "gdn_verify").rglob("*.py"), *(ROOT / "gdn_verify").rglob("*.pyi")]
+    python = {str(path.relative_to(ROOT)) for path in sources}
     binaries = {name for name in package if name.endswith(".so")}
     kinds = sorted(re.sub(r"\.cpython.*|\.abi3.*|\.so", "", name) for name in binaries)
     assert kinds == ["gdn_verify/_core", "gdn_verify/_torch_ops", "gdn_verify/libgdn_verify"]

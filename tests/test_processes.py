@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -214,6 +216,21 @@ def test_a_build_for_other_architectures_names_them() -> None:
         """,
         CUDA_FORCE_PTX_JIT="1",
     )
+
+
+def test_one_logging_channel() -> None:
+    """Nothing but the commands prints, and all that is reported goes to one logger."""
+    commands = {"__main__", "bench", "check", "info", "table", "tune_command"}
+    loggers = []
+    for path in Path(gdn_verify.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert not name.startswith("warnings."), path
+                assert name != "print" or path.stem in commands, path
+                if name.endswith("getLogger"):
+                    loggers += map(ast.unparse, node.args)
+    assert set(loggers) == {"'gdn_verify'"}
 
 
 def test_functions_and_values_are_pickled() -> None:
