@@ -1,8 +1,8 @@
 """Markers and the implementations that tests run on.
 
-`slow` tests run with --slow or -m slow, `gpu` tests where torch sees a CUDA device. A test with the
-argument `implementation` runs on the reference, the core, the torch operators on the CPU and on
-CUDA; with the argument `built` on all of these but the reference.
+`slow` tests run with --slow or -m slow, `large` ones with -m large, `gpu` tests where torch sees a
+CUDA device. A test with the argument `implementation` runs on the reference, the core, the torch
+operators on the CPU and on CUDA; with the argument `built` on all of these but the reference.
 """
 
 import importlib.util
@@ -27,11 +27,14 @@ def _cuda_available() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = config.getoption("--slow") or "slow" in (config.getoption("markexpr") or "")
+    asked = config.getoption("markexpr") or ""
+    slow = config.getoption("--slow") or "slow" in asked
     gpu = any(item.get_closest_marker("gpu") for item in items) and _cuda_available()
     for item in items:
         if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow or -m slow"))
+        if item.get_closest_marker("large") and "large" not in asked:
+            item.add_marker(pytest.mark.skip(reason="large: run alone, with -n 0 -m large"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
