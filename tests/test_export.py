@@ -51,10 +51,10 @@ class Layer(torch.nn.Module):
         return first, history_windows(history, W)[:, 0] + 1, second * 2, windows
 
 
-def check(function: Callable[..., Any], device: str) -> None:
+def check(function: Callable[..., Any], device: str, sizes: Any = SIZES) -> None:
     """`function` does what the eager layer does, at all sizes."""
     layer = Layer().to(device)
-    for seed, (n_seq, num_tokens) in enumerate(SIZES):
+    for seed, (n_seq, num_tokens) in enumerate(sizes):
         expected_inputs = draw(n_seq, num_tokens, device, seed)
         inputs = tuple(x.clone() for x in expected_inputs)
         expected, actual = layer(*expected_inputs), function(*inputs)
@@ -105,6 +105,19 @@ def test_sizes_and_values_compile_nothing_again(device: str) -> None:
     after_all = counter.frame_count
     check(compiled, device)
     assert counter.frame_count == after_all
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inductor_compiles_once_for_all_sizes(device: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    layer = Layer().to(device)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    compiled(*draw(5, 4, device))
+    after_one = counter.frame_count
+    check(compiled, device, [size for size in SIZES if 1 not in size])
+    assert counter.frame_count == after_one
     torch._dynamo.reset()
 
 
