@@ -127,7 +127,7 @@ class Engine:
         arrives = (self.slot < 0) & (torch.rand(self.lanes, device=self.device) < 0.3)
         score = torch.rand(self.n_slots + 1, device=self.device)
         score.index_fill_(0, torch.where(self.slot < 0, self.n_slots, self.slot), -1.0)
-        score[-1] = -1.0
+        score[-1:].fill_(-1.0)
         free = score.topk(self.lanes).indices
         self.slot.copy_(torch.where(arrives, free, self.slot))
         start = torch.randn(self.windows.shape, device=self.device).to(self.kind.state_dtype)
