@@ -108,6 +108,7 @@ def test_sizes_and_values_compile_nothing_again(device: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor_compiles_once_for_all_sizes(device: str) -> None:
     torch._dynamo.reset()
