@@ -4,6 +4,8 @@
  *   LEVEL_FUNCTION   static, with the attribute that turns the level's instructions on
  *   LEVEL_NAME(name) the name with the level's suffix; here each stands under its plain name
  *   LEVEL_STREAM     bytes of LEVEL_STREAM_STORE(to, from), which stores past the caches; or 0
+ *   LEVEL_HALVES     float16 numbers that LEVEL_LOAD_HALVES(to, from), to float32, and
+ *                    LEVEL_STORE_HALVES(to, from) convert by hardware; or 0
  *
  * A unit keeps, for up to GDN_VERIFY_CHUNK channels, W planar rows: ring[0 .. W-1] is the window of
  * the token at hand, oldest first. Each row stands there twice, as float32 for the arithmetic and in
@@ -24,6 +26,7 @@
 #define write_columns LEVEL_NAME(write_columns)
 #define load_columns LEVEL_NAME(load_columns)
 #define convolve LEVEL_NAME(convolve)
+#define silu_row LEVEL_NAME(silu_row)
 #define silu_array LEVEL_NAME(silu_array)
 #define exp_array LEVEL_NAME(exp_array)
 #define add_squares LEVEL_NAME(add_squares)
@@ -49,7 +52,11 @@ LEVEL_FUNCTION void load_row(float *restrict to, const void *from, int32_t dtype
     for (int64_t c = 0; c < n; ++c) to[c] = gdn_verify_from_bfloat16(half[c]);
   } else {
     const uint16_t *half = (const uint16_t *)from;
-    for (int64_t c = 0; c < n; ++c) to[c] = gdn_verify_from_float16(half[c]);
+    int64_t c = 0;
+#if LEVEL_HALVES
+    for (; c + LEVEL_HALVES <= n; c += LEVEL_HALVES) LEVEL_LOAD_HALVES(to + c, half + c);
+#endif
+    for (; c < n; ++c) to[c] = gdn_verify_from_float16(half[c]);
   }
 }
 
@@ -61,7 +68,11 @@ LEVEL_FUNCTION void store_row(void *to, const float *restrict from, int32_t dtyp
     for (int64_t c = 0; c < n; ++c) half[c] = gdn_verify_to_bfloat16(from[c]);
   } else {
     uint16_t *restrict half = (uint16_t *)to;
-    for (int64_t c = 0; c < n; ++c) half[c] = gdn_verify_to_float16(from[c]);
+    int64_t c = 0;
+#if LEVEL_HALVES
+    for (; c + LEVEL_HALVES <= n; c += LEVEL_HALVES) LEVEL_STORE_HALVES(half + c, from + c);
+#endif
+    for (; c < n; ++c) half[c] = gdn_verify_to_float16(from[c]);
   }
 }
 
@@ -145,36 +156,47 @@ LEVEL_FUNCTION void load_columns(float (*rows)[GDN_VERIFY_CHUNK], const void *fr
 
 /* ---- arithmetic ------------------------------------------------------------------------------ */
 
-LEVEL_FUNCTION void convolve(const work *w, int32_t d_conv, int32_t activation, int64_t n,
-                             float *restrict y) {
-  const int silu = activation == GDN_VERIFY_SILU;
+LEVEL_FUNCTION void convolve(const work *w, int32_t d_conv, int64_t n, float *restrict y) {
   switch (d_conv) {
   case 2:
-    convolve_width(w, 2, silu, n, y);
+    convolve_taps(w, 2, n, y);
     break;
   case 3:
-    convolve_width(w, 3, silu, n, y);
+    convolve_taps(w, 3, n, y);
     break;
   case 4:
-    convolve_width(w, 4, silu, n, y);
+    convolve_taps(w, 4, n, y);
     break;
   case 5:
-    convolve_width(w, 5, silu, n, y);
+    convolve_taps(w, 5, n, y);
     break;
   case 6:
-    convolve_width(w, 6, silu, n, y);
+    convolve_taps(w, 6, n, y);
     break;
   case 7:
-    convolve_width(w, 7, silu, n, y);
+    convolve_taps(w, 7, n, y);
     break;
   default:
-    convolve_width(w, 8, silu, n, y);
+    convolve_taps(w, 8, n, y);
     break;
   }
 }
 
+LEVEL_FUNCTION void silu_row(float *y, int64_t n) {
+  const float most = silu_most();
+  int64_t c = 0;
+  for (; c + SILU_BLOCK <= n; c += SILU_BLOCK) silu_block(y + c, most);
+  if (c < n) {
+    float last[SILU_BLOCK] = {0.0f};
+    memcpy(last, y + c, (size_t)(n - c) * sizeof *y);
+    silu_block(last, most);
+    memcpy(y + c, last, (size_t)(n - c) * sizeof *y);
+  }
+}
+
 LEVEL_FUNCTION void silu_array(const float *x, float *out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = gdn_verify_silu(x[i]);
+  memmove(out, x, (size_t)n * sizeof *x);
+  silu_row(out, n);
 }
 
 LEVEL_FUNCTION void exp_array(const float *x, float *out, int64_t n) {
@@ -355,7 +377,8 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
       w.ring[newest] = oldest;
     }
     load_token(&w.ring[newest], p, element(input, token * p->input_token, p->input_dtype), n);
-    convolve(&w, p->d_conv, p->activation, n, w.y);
+    convolve(&w, p->d_conv, n, w.y);
+    if (p->activation == GDN_VERIFY_SILU) silu_row(w.y, n);
     normalise(p, unit, token, w.y);
     round_token(&w.ring[newest], p, n);
     if (!writes) continue;
@@ -377,6 +400,7 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
 #undef write_columns
 #undef load_columns
 #undef convolve
+#undef silu_row
 #undef silu_array
 #undef exp_array
 #undef add_squares
@@ -395,3 +419,6 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
 #undef LEVEL_NAME
 #undef LEVEL_STREAM
 #undef LEVEL_STREAM_STORE
+#undef LEVEL_HALVES
+#undef LEVEL_LOAD_HALVES
+#undef LEVEL_STORE_HALVES

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -62,8 +63,8 @@ static void bind_rows(work *w, int32_t d_conv, int half) {
 
 /* ---- pieces that every level inlines --------------------------------------------------------- */
 
-/* Where an argument is called `half`, `silu`, `taps` or `columns` below, it is a constant after
- * inlining where it matters. No sum of floats here or in cpu_kernel.h may be reordered or fused. */
+/* Where an argument is called `half`, `taps` or `columns` below, it is a constant after inlining
+ * where it matters. No sum of floats here or in cpu_kernel.h may be reordered or fused. */
 
 GDN_VERIFY_INLINE void *element(const void *base, int64_t index, int32_t dtype) {
   return (char *)(uintptr_t)base + index * gdn_verify_dtype_size(dtype);
@@ -137,24 +138,36 @@ GDN_VERIFY_INLINE void gather_packed(void *const *rows, const void *from, int32_
     gather_columns(rows, from, columns, n, half);
 }
 
+/* GDN_VERIFY_SILU_MOST, unknown to the compiler. */
+GDN_VERIFY_INLINE float silu_most(void) {
+  float most = GDN_VERIFY_SILU_MOST;
+  __asm__("" : "+m"(most));
+  return most;
+}
+
+/* y[i] = silu(y[i]), of a block in two steps: the whole is one long chain of operations, of which a
+ * CPU's scheduler holds too few to keep its units busy. */
+#define SILU_BLOCK 64
+
+GDN_VERIFY_INLINE void silu_block(float *y, float most) {
+  float p[SILU_BLOCK], rounded[SILU_BLOCK];
+  for (int i = 0; i < SILU_BLOCK; ++i)
+    p[i] = gdn_verify_exp_reduced(gdn_verify_silu_exponent(y[i], most), GDN_VERIFY_ROUND_HALF,
+                                  &rounded[i]);
+  for (int i = 0; i < SILU_BLOCK; ++i)
+    y[i] = y[i] * gdn_verify_rcp(gdn_verify_one_plus_reduced(p[i], rounded[i]));
+}
+
 /* y[c] = bias, then + window[k] * weight[k] for k = 0 .. taps-1, then the activation */
-GDN_VERIFY_INLINE void convolve_taps(const work *w, int taps, int silu, int64_t n,
-                                     float *restrict y) {
+GDN_VERIFY_INLINE void convolve_taps(const work *w, int taps, int64_t n, float *restrict y) {
   const float *x[GDN_VERIFY_MAX_D_CONV];
   for (int k = 0; k < GDN_VERIFY_MAX_D_CONV; ++k) x[k] = k < taps ? w->ring[k].value : NULL;
   for (int64_t c = 0; c < n; ++c) {
     float acc = w->bias[c];
 #pragma GCC unroll 8
     for (int k = 0; k < taps; ++k) acc = acc + x[k][c] * w->weight[k][c];
-    y[c] = silu ? gdn_verify_silu(acc) : acc;
+    y[c] = acc;
   }
-}
-
-GDN_VERIFY_INLINE void convolve_width(const work *w, int taps, int silu, int64_t n, float *y) {
-  if (silu)
-    convolve_taps(w, taps, 1, n, y);
-  else
-    convolve_taps(w, taps, 0, n, y);
 }
 
 /* Squares of 32 numbers, as a halving tree: i with i + 16, + 8, + 4, + 2, + 1; here of some groups
@@ -185,20 +198,34 @@ GDN_VERIFY_INLINE void square_groups(const float *y, float *sums) {
 #else
 #define LEVEL_STREAM 0
 #endif
+#define LEVEL_HALVES 0
 #include "cpu_kernel.h"
 
 #if defined(__x86_64__)
-#define LEVEL_FUNCTION static __attribute__((target("avx2,fma")))
+/* Of the conversions to float16, which give the bits of numerics.h but for a NaN's payload. */
+#define NEAREST_EVEN (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+#define LEVEL_FUNCTION static __attribute__((target("avx2,fma,f16c")))
 #define LEVEL_NAME(name) name##_avx2
 #define LEVEL_STREAM 32
 #define LEVEL_STREAM_STORE(to, from) \
   _mm256_stream_si256((__m256i *)(to), _mm256_loadu_si256((const __m256i *)(from)))
+#define LEVEL_HALVES 8
+#define LEVEL_LOAD_HALVES(to, from) \
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(from))))
+#define LEVEL_STORE_HALVES(to, from) \
+  _mm_storeu_si128((__m128i *)(void *)(to), _mm256_cvtps_ph(_mm256_loadu_ps(from), NEAREST_EVEN))
 #include "cpu_kernel.h"
 
 #define LEVEL_FUNCTION static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define LEVEL_NAME(name) name##_avx512
 #define LEVEL_STREAM 64
 #define LEVEL_STREAM_STORE(to, from) _mm512_stream_si512((__m512i *)(to), _mm512_loadu_si512(from))
+#define LEVEL_HALVES 16
+#define LEVEL_LOAD_HALVES(to, from) \
+  _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(from))))
+#define LEVEL_STORE_HALVES(to, from) \
+  _mm256_storeu_si256((__m256i *)(void *)(to), _mm512_cvtps_ph(_mm512_loadu_ps(from), NEAREST_EVEN))
 #include "cpu_kernel.h"
 #endif
 
@@ -218,8 +245,10 @@ static const gdn_verify_cpu_kernels levels[] = {
 
 static int level_runs_here(int level) {
 #if defined(__x86_64__)
+  unsigned eax, ebx, ecx = 0, edx;
   __builtin_cpu_init();
-  const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   if (level == 1) return avx2;
   if (level == 2)
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

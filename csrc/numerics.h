@@ -107,16 +107,22 @@ GDN_VERIFY_INLINE float gdn_verify_exp(float x) {
 }
 
 /* 1 + exp(z) for z in [-80, 89], in a quick form with the bits of the plain one (the tests go
- * through all of them):
+ * through all of them), from what gdn_verify_exp_reduced says of z and round = ROUND - 1:
  *   - exp(z) / 2 is a normal number there, and its exponent a sum: (n - 1) << 23 is what the bits of
- *     round + n become when shifted, for round = ROUND - 1, the rest being shifted out;
+ *     round + n become when shifted, the rest being shifted out;
  *   - 2 * half is exact, so that fma(half, 2, 1) is 1 + exp(z) rounded, and overflows as it does. */
-GDN_VERIFY_INLINE float gdn_verify_one_plus_exp(float z) {
-  float rounded;
-  const float p = gdn_verify_exp_reduced(z, GDN_VERIFY_ROUND - 1.0f, &rounded);
+#define GDN_VERIFY_ROUND_HALF (GDN_VERIFY_ROUND - 1.0f)
+
+GDN_VERIFY_INLINE float gdn_verify_one_plus_reduced(float p, float rounded) {
   const float half =
       gdn_verify_from_bits(gdn_verify_to_bits(p) + (gdn_verify_to_bits(rounded) << 23));
   return gdn_verify_fma(half, 2.0f, 1.0f);
+}
+
+GDN_VERIFY_INLINE float gdn_verify_one_plus_exp(float z) {
+  float rounded;
+  const float p = gdn_verify_exp_reduced(z, GDN_VERIFY_ROUND_HALF, &rounded);
+  return gdn_verify_one_plus_reduced(p, rounded);
 }
 
 /* 1 / x and sqrt(x), correctly rounded. */
@@ -136,13 +142,21 @@ GDN_VERIFY_INLINE float gdn_verify_sqrt(float x) {
 #endif
 }
 
-/* x * (1 / (1 + exp(-x))), each operation rounded. Below exp(-80) the sum is 1 whatever the
- * exponential's exact value, so that a tighter clamp than exp's changes no bit. For NaN the factor is
- * any number and the product NaN. */
+/* The z whose exponential a silu takes: -x between -80 and 89. Below exp(-80) the sum is 1 whatever
+ * the exponential's exact value, so that a tighter clamp than exp's changes no bit. For NaN z is any
+ * number, and the product is NaN. `most` is GDN_VERIFY_SILU_MOST: where the compiler does not know
+ * that, it makes a minimum and a maximum of the two clamps instead of nested branches. */
+#define GDN_VERIFY_SILU_MOST 80.0f
+
+GDN_VERIFY_INLINE float gdn_verify_silu_exponent(float x, float most) {
+  x = x > most ? most : x;
+  x = x < -89.0f ? -89.0f : x;
+  return -x;
+}
+
+/* x * (1 / (1 + exp(-x))), each operation rounded. */
 GDN_VERIFY_INLINE float gdn_verify_silu(float x) {
-  float z = -x;
-  z = z < -80.0f ? -80.0f : z;
-  z = z > 89.0f ? 89.0f : z;
+  const float z = gdn_verify_silu_exponent(x, GDN_VERIFY_SILU_MOST);
   return x * gdn_verify_rcp(gdn_verify_one_plus_exp(z));
 }
 

@@ -19,9 +19,9 @@
 /* Bytes of input, output and snapshots that are worth a thread. */
 #define GDN_VERIFY_THREAD_BYTES 262144
 /* Bytes of snapshots beyond which they are written past the caches: nothing reads them before the
- * next verify, and they would drive out what is read. */
+ * next verify, and those of a model's dozens of layers would drive out what is read. */
 #ifndef GDN_VERIFY_STREAM_BYTES /* the fuzzer sets it low */
-#define GDN_VERIFY_STREAM_BYTES 8388608
+#define GDN_VERIFY_STREAM_BYTES 2097152
 #endif
 
 typedef struct gdn_verify_plan {

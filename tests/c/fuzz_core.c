@@ -1,8 +1,8 @@
 /* fuzz_core.c - the C ABI under a fuzzer: LLVMFuzzerTestOneInput, for libFuzzer or fuzz_main.c.
  *
  * The bytes decide on a legal call of an operator (sizes, dtypes, layouts, options, index values),
- * then on damage to it: sizes, strides, dimensions, dtypes, pointers, numbers, index values, tensors
- * that lie in each other's memory. Every tensor has memory of exactly its size (fuzz_memory.h), so
+ * then on damage to it: sizes, strides, dimensions, dtypes, pointers, numbers, index values, and
+ * tensors in each other's memory. Every tensor has memory of exactly its size (fuzz_memory.h), so
  * that AddressSanitizer sees each access beside it. Checked:
  *
  *   - an error has a text and leaves every byte as it was; a call that passes leaves every byte but

@@ -101,8 +101,8 @@ static int64_t element_size(int32_t dtype) {
   return dtype == GDN_VERIFY_FLOAT32 || dtype == GDN_VERIFY_INT32 ? 4 : 8;
 }
 
-/* The elements from the lowest to the highest, 0 without any, -1 where there are too many of them or
- * they are too far apart; *first is where element 0 lies among them. */
+/* The elements from the lowest to the highest; 0 without any, -1 where they are too many or too far
+ * apart. *first is where element 0 lies among them. */
 static int64_t span(const gdn_verify_tensor *t, int64_t *first) {
   __int128 low = 0, high = 0, count = 1;
   *first = 0;
