@@ -18,6 +18,7 @@ CUDA device, and lets whoever records (autotune.py) know the shapes of the calls
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -189,6 +190,8 @@ def read_file(path: Path) -> Entries:
     """The entries of a file: none where it is absent, of other versions, or (with a warning) broken
     or unreadable."""
     try:
+        if path.exists() and not path.is_file():  # a pipe, say, which would never end
+            raise OSError(errno.EINVAL, "it is no regular file")
         document = json.loads(path.read_bytes())
         found = {name: document[name] for name in _versions()}
         return dict(map(_entry, document["entries"])) if found == _versions() else {}

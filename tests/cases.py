@@ -69,8 +69,10 @@ def call(implementation: str, op: str, *args: Any, **kwargs: Any) -> None:
         _torch_op(op)(*_map(to_tensor, args), **_map(to_tensor, kwargs))
     elif implementation == "cuda":
         device = _OnDevice()
-        _torch_op(op)(*_map(device.tensor, args), **_map(device.tensor, kwargs))
-        device.copy_back()
+        try:
+            _torch_op(op)(*_map(device.tensor, args), **_map(device.tensor, kwargs))
+        finally:  # what a refused call wrote shows too
+            device.copy_back()
     else:
         raise ValueError(implementation)
 

@@ -300,9 +300,11 @@ def test_any_arguments(built, data):
     case = data.draw(any_calls(negative_strides=built == "core"))
     mine, error = outcome("core", case)
     event(type(error).__name__ if error else "accepted")
+    # what cannot be decided cheaply is accepted, and then anything may come out
+    shares = error is None and shares_what_it_writes(case)
     if error:
         check_refusal(case, mine, error)
-    elif not shares_what_it_writes(case):
+    elif not shares:
         plain = case.copy()
         plain.options.pop("config", None)  # the reference has none
         plain.call("reference")
@@ -314,4 +316,5 @@ def test_any_arguments(built, data):
         assert their_error is None
     else:
         assert str(their_error) == str(error)
-        compare.assert_same_case(theirs, mine, built)
+        if not shares:
+            compare.assert_same_case(theirs, mine, built)

@@ -6,7 +6,10 @@ legal calls that look alike. What Python cannot express is in test_c_abi.py.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,32 @@ def test_wrong_index_values_on_cuda(build, text):
         if name in mine.arrays():
             compare.assert_same(mine.arrays()[name], case.arrays()[name], name)
     compare.assert_same_case(cases.run("cuda", batched()), cases.run("core", batched()))
+
+
+CHECKED = """
+import cases, compare, wrong_input
+for rule in wrong_input.INDEX_VALUES:
+    for build, text in rule.rows:
+        case = build()
+        mine = case.copy()
+        try:
+            mine.call("cuda")
+        except RuntimeError as error:
+            assert str(error) == text, (str(error), text)
+        else:
+            raise AssertionError(f"accepted: {text}")
+        compare.assert_same_case(mine, case, text)
+print("all refused")
+"""
+
+
+@pytest.mark.gpu
+def test_wrong_index_values_on_cuda_where_they_are_checked():
+    environment = {**os.environ, "GDN_VERIFY_CHECK": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "all refused\n", done.stderr
 
 
 @pytest.mark.parametrize(("build", "text"), rows(wrong_input.DEVICES))
