@@ -172,4 +172,4 @@ package: $(BUILT) ## install from an sdist in every way that users do
 	.ci/package $(PY)
 
 clean: ## remove what was built, not the environment
-	rm -rf build dist *.egg-info gdn_verify/*.so $(BUILT)
+	rm -rf build dist *.egg-info gdn_verify/*.so gdn_verify/include $(BUILT)

@@ -318,6 +318,11 @@ class BuildExt(build_ext):
         (folder / "include").mkdir(exist_ok=True)  # for C programs that link libgdn_verify.so
         shutil.copy(CSRC / "gdn_verify.h", folder / "include")
 
+    def copy_extensions_to_source(self) -> None:  # of an editable build
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib) / "gdn_verify" / "include"
+        shutil.copytree(built, ROOT / "gdn_verify" / "include", dirs_exist_ok=True)
+
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.rpartition(".")[2] in PLAIN_NAMES:
             return os.path.join(*fullname.split(".")) + ".so"

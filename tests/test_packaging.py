@@ -138,6 +138,16 @@ def test_one_version(setup_py):
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_header_lies_beside_the_library():
+    """In an editable build too."""
+    from gdn_verify import _core
+
+    folder = Path(_core.__file__).parent
+    assert (folder / "libgdn_verify.so").exists()
+    header = (folder / "include" / "gdn_verify.h").read_bytes()
+    assert header == (ROOT / "csrc" / "gdn_verify.h").read_bytes()
+
+
 @pytest.mark.skipif("GDN_VERIFY_DIST" not in os.environ, reason="needs a wheel: make package")
 def test_wheel_holds_the_package_alone():
     (wheel,) = Path(os.environ["GDN_VERIFY_DIST"]).glob("*.whl")
