@@ -106,7 +106,7 @@ class Engine:
         position = torch.arange(k, device=self.device)
         valid = position < lengths[:, None]  # [lanes, k]
         total = self.lanes * k
-        rows = torch.where(valid, begin[:, None] + position, total)  # of the packed input
+        rows = (begin[:, None] + position).masked_fill(~valid, total)  # of the packed input
         packed = torch.randn(total + 1, D_INNER, device=self.device).bfloat16()
         owner_live = (valid & live[:, None]).flatten()
         known = torch.zeros(total + 1, dtype=torch.bool, device=self.device)
@@ -126,7 +126,7 @@ class Engine:
         """Puts sequences into some of the empty lanes; returns which are live."""
         arrives = (self.slot < 0) & (torch.rand(self.lanes, device=self.device) < 0.3)
         score = torch.rand(self.n_slots + 1, device=self.device)
-        score.index_fill_(0, torch.where(self.slot < 0, self.n_slots, self.slot), -1.0)
+        score.index_fill_(0, self.slot.masked_fill(self.slot < 0, self.n_slots), -1.0)
         score[-1:].fill_(-1.0)
         free = score.topk(self.lanes).indices
         self.slot.copy_(torch.where(arrives, free, self.slot))
@@ -140,7 +140,7 @@ class Engine:
 
     def put(self, where: Tensor, windows: Tensor) -> None:
         """Into the slots of some lanes, in the pool and in what it should be."""
-        target = torch.where(where, self.slot, self.n_slots)
+        target = self.slot.masked_fill(~where, self.n_slots)
         for pool in (self.pool, self.expected_pool):
             pool.index_put_((target,), windows)
 
@@ -175,7 +175,7 @@ class Engine:
         state = self.windows.clone()
         output = torch.empty_like(tokens)
         after = state.new_empty(self.lanes, k, *state.shape[1:])
-        lanes = torch.where(valid, self.lane[:, None], -1).int()
+        lanes = self.lane[:, None].expand(-1, k).masked_fill(~valid, -1).int()
         for t in range(k):
             torch.ops.gdn.conv1d_update_l2norm(
                 state,
@@ -225,9 +225,9 @@ class Engine:
         kept = windows[self.lane, (accepted - 1).clamp(min=0)]
         keeps = live & (accepted > 0)
         self.windows.copy_(torch.where(keeps[:, None, None], kept, self.windows))
-        self.accepted.copy_(torch.where(live, accepted, 0))
+        self.accepted.copy_(accepted.masked_fill(~live, 0))
         if self.kind.commit or self.kind.keep_all:
-            target = torch.where(live, self.slot, self.n_slots)
+            target = self.slot.masked_fill(~live, self.n_slots)
             self.expected_pool.index_put_((target,), self.windows)
         if self.kind.commit:
             torch.ops.gdn.commit_conv_state(
@@ -239,7 +239,7 @@ class Engine:
             )
 
     def depart(self, live: Tensor, accepted: Tensor) -> None:
-        kept = torch.where(live, accepted, 0)
+        kept = accepted.masked_fill(~live, 0)
         self.left -= kept
         done = live & (self.left <= 0)
         self.put(done, torch.full_like(self.windows, NAN))
