@@ -101,7 +101,7 @@ class Engine:
         live = self.arrive()
         lengths = torch.full_like(self.left, k)
         if self.kind.ragged:
-            lengths = (torch.rand(self.lanes, device=self.device) * (k + 1)).long()
+            lengths = self.below(torch.full_like(self.left, k + 1))
         begin = lengths.cumsum(0) - lengths
         position = torch.arange(k, device=self.device)
         valid = position < lengths[:, None]  # [lanes, k]
@@ -122,6 +122,12 @@ class Engine:
         self.check_pool()
         self.depart(live, accepted)
 
+    def below(self, bound: Tensor) -> Tensor:
+        """A number from 0 to bound - 1 for each lane. In float32 a product would now and then be
+        rounded up to the bound."""
+        drawn = torch.rand(self.lanes, dtype=torch.float64, device=self.device)
+        return (drawn * bound).long()
+
     def arrive(self) -> Tensor:
         """Puts sequences into some of the empty lanes; returns which are live."""
         arrives = (self.slot < 0) & (torch.rand(self.lanes, device=self.device) < 0.3)
@@ -133,7 +139,7 @@ class Engine:
         start = torch.randn(self.windows.shape, device=self.device).to(self.kind.state_dtype)
         self.windows.copy_(torch.where(arrives[:, None, None], start, self.windows))
         self.put(arrives, start)
-        length = 1 + (torch.rand(self.lanes, device=self.device) * 100).long()
+        length = 1 + self.below(torch.full_like(self.left, 100))
         self.left.copy_(torch.where(arrives, length, self.left))
         self.accepted.masked_fill_(arrives, 0)  # starts from conv_state
         return self.slot >= 0
@@ -215,10 +221,9 @@ class Engine:
         """How many of its tokens every lane keeps."""
         if self.kind.keep_all:
             return lengths
-        drawn = torch.rand(self.lanes, device=self.device)
         if self.kind.commit:  # may be none
-            return (drawn * (lengths + 1)).long()
-        return 1 + (drawn * lengths).long()  # 0 would start from conv_state again
+            return self.below(lengths + 1)
+        return 1 + self.below(lengths)  # 0 would start from conv_state again
 
     def keep(self, windows: Tensor, accepted: Tensor, live: Tensor) -> None:
         """The state after the accepted tokens, here and in the operator's way."""
