@@ -2,7 +2,8 @@
  * many bytes. Built and called by floor.py; C ABI, nothing of it is in the package.
  *
  * The copy moves 16 bytes a step. It reads `read_bytes` once and writes `write_bytes` once (what it
- * writes beyond what it read is a constant), with the same launch attributes as the operator.
+ * writes beyond what it read is a constant), with the same launch attributes as the operator, and stores
+ * plainly or marks what it stores as the first to leave the caches.
  */
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -16,7 +17,7 @@ static __device__ __forceinline__ void depend(void) {
 
 static __global__ void empty_kernel(void) { depend(); }
 
-template <int STEPS>
+template <int STEPS, bool STREAMING>
 static __global__ void copy_kernel(uint4 *to, int64_t n_write, const uint4 *from, int64_t n_read) {
   depend();
   const int64_t base = (int64_t)blockIdx.x * blockDim.x * STEPS + threadIdx.x;
@@ -29,7 +30,11 @@ static __global__ void copy_kernel(uint4 *to, int64_t n_write, const uint4 *from
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const int64_t at = base + (int64_t)i * blockDim.x;
-    if (at < n_write) to[at] = x[i];
+    if (at >= n_write) continue;
+    if (STREAMING)
+      __stcs(to + at, x[i]);
+    else
+      to[at] = x[i];
   }
 }
 
@@ -49,13 +54,19 @@ static int launch(const void *kernel, int64_t blocks, int threads, int pdl, void
 
 /* Both return a cudaError_t. steps: 1, 2, 4 or 8. read_bytes <= write_bytes, multiples of 16. */
 extern "C" int floor_copy(void *to, int64_t write_bytes, const void *from, int64_t read_bytes,
-                          int threads, int steps, int pdl, void *stream) {
+                          int threads, int steps, int streaming, int pdl, void *stream) {
   int64_t n_write = write_bytes / 16, n_read = read_bytes / 16;
   void *arguments[] = {&to, &n_write, &from, &n_read};
-  const void *kernel = steps == 1   ? (const void *)copy_kernel<1>
-                       : steps == 2 ? (const void *)copy_kernel<2>
-                       : steps == 4 ? (const void *)copy_kernel<4>
-                                    : (const void *)copy_kernel<8>;
+  static const void *const kernels[2][4] = {
+      {(const void *)copy_kernel<1, false>, (const void *)copy_kernel<2, false>,
+       (const void *)copy_kernel<4, false>, (const void *)copy_kernel<8, false>},
+      {(const void *)copy_kernel<1, true>, (const void *)copy_kernel<2, true>,
+       (const void *)copy_kernel<4, true>, (const void *)copy_kernel<8, true>},
+  };
+  const void *kernel = kernels[streaming ? 1 : 0][steps == 1   ? 0
+                                                  : steps == 2 ? 1
+                                                  : steps == 4 ? 2
+                                                               : 3];
   const int64_t per_block = (int64_t)threads * steps;
   return launch(kernel, (n_write + per_block - 1) / per_block, threads, pdl, stream, arguments);
 }

@@ -11,8 +11,9 @@ import torch
 
 from gdn_verify import timing
 
-# (threads a block, steps of 16 bytes a thread) that the copy is tuned over.
-SHAPES = [(threads, steps) for threads in (128, 256, 512) for steps in (1, 2, 4)]
+# (threads a block, steps of 16 bytes a thread, streaming stores) that the copy is tuned over.
+SHAPES = [(threads, steps, streaming) for threads, steps in ((128, 2), (256, 1), (256, 2), (256, 4))
+          for streaming in (False, True)]  # fmt: skip
 
 
 def empty(pdl: bool) -> None:
@@ -21,7 +22,13 @@ def empty(pdl: bool) -> None:
 
 
 def copy(
-    to: torch.Tensor, source: torch.Tensor, read_bytes: int, threads: int, steps: int, pdl: bool
+    to: torch.Tensor,
+    source: torch.Tensor,
+    read_bytes: int,
+    threads: int,
+    steps: int,
+    streaming: bool,
+    pdl: bool,
 ) -> None:
     """Reads `read_bytes` of `source`, writes all of `to`; byte tensors, sizes multiples of 16."""
     compiled.check(
@@ -32,6 +39,7 @@ def copy(
             ctypes.c_int64(read_bytes),
             threads,
             steps,
+            int(streaming),
             int(pdl),
             compiled.stream(),
         )
@@ -50,9 +58,9 @@ def time_copy(read_bytes: int, write_bytes: int, pdl: bool, *, warm: bool = Fals
     sources = torch.ones(sets, read_bytes, dtype=torch.uint8, device=device)
     targets = torch.empty(sets, write_bytes, dtype=torch.uint8, device=device)
 
-    def calls(threads: int, steps: int) -> list[Callable[[], None]]:
+    def calls(*shape: int) -> list[Callable[[], None]]:
         return [
-            functools.partial(copy, targets[i], sources[i], read_bytes, threads, steps, pdl)
+            functools.partial(copy, targets[i], sources[i], read_bytes, *shape, pdl)
             for i in range(sets)
         ]
 

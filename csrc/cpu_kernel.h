@@ -369,6 +369,8 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
     if (token + 1 < s->num_rows)
       prefetch(element(input, (token + 1) * p->input_token, p->input_dtype),
                (size_t)(n * gdn_verify_dtype_size(p->input_dtype)));
+    void *result = element(output, token * p->output_token, p->output_dtype);
+    if (writes) prefetch_to_write(result, (size_t)(n * gdn_verify_dtype_size(p->output_dtype)));
     if (p->parent) {
       gather_ancestors(&w, p, seq, token, input, n);
     } else if (token > 0) {
@@ -382,7 +384,7 @@ LEVEL_FUNCTION void run_unit(const gdn_verify_problem *p, const gdn_verify_seque
     normalise(p, unit, token, w.y);
     round_token(&w.ring[newest], p, n);
     if (!writes) continue;
-    store_row(element(output, token * p->output_token, p->output_dtype), w.y, p->output_dtype, n);
+    store_row(result, w.y, p->output_dtype, n);
     write_snapshot(&w, p, snapshots, token, n, unit->stream);
   }
   if (writes && p->write_state)

@@ -79,9 +79,15 @@ GDN_VERIFY_INLINE void copy_strided(void *restrict to, int64_t to_stride, const 
       gdn_verify_copy_element(to, c * to_stride, from, c * from_stride, half);
 }
 
-/* A chunk of the next row starts in a page that no hardware prefetcher follows into. */
+/* Of a chunk of a row that is read soon: it starts in a page that no hardware prefetcher follows
+ * into. */
 GDN_VERIFY_INLINE void prefetch(const void *from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
+}
+
+/* The same of one that is written soon. */
+GDN_VERIFY_INLINE void prefetch_to_write(const void *to, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)to + i, 1);
 }
 
 /* Orders the stores of stream_copy before what other threads are told. */

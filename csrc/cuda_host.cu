@@ -4,9 +4,12 @@
 
 #include <stdlib.h>
 
+#include <atomic>
+
 gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, cudaError_t error) {
   (void)cudaGetLastError();
-  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion ||
+      error == cudaErrorInvalidDeviceFunction) {
     int device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -20,15 +23,32 @@ gdn_verify_status gdn_verify_fail_cuda(gdn_verify_error *err, const char *what, 
                          cudaGetErrorString(error));
 }
 
-/* Code below 9.0 has no wait, and must not overlap what it would wait for. */
+/* Whether this library's code for the current device waits for its predecessor: code below 9.0 has no
+ * wait, and must not overlap what it would wait for. Asked of one kernel, once a device. */
 static bool waits_for_predecessor(const void *kernel) {
+  enum {
+    UNKNOWN,
+    NO,
+    YES,
+    DEVICES = 64
+  };
+  static std::atomic<signed char> known[DEVICES];
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (device < DEVICES && known[device] != UNKNOWN) return known[device] == YES;
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    (void)cudaGetLastError(); /* the launch will say so */
+    return false;
+  }
+  const bool waits = attributes.ptxVersion >= 90;
+  if (device < DEVICES) known[device] = waits ? YES : NO;
+  return waits;
 }
 
 cudaError_t gdn_verify_launch(const void *kernel, dim3 grid, dim3 block, size_t shared, bool pdl,
                               void *stream, void *argument) {
-  cudaLaunchAttribute attribute;
+  cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch = {};

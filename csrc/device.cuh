@@ -124,11 +124,34 @@ static __device__ __forceinline__ void convert(const Raw<Element, N> &raw, float
 }
 
 template <typename Element, int N>
+static __device__ __forceinline__ void store_raw(Element *to, const Raw<Element, N> &raw) {
+  constexpr int BYTES = Raw<Element, N>::BYTES;
+  if constexpr (BYTES == 2)
+    *(uint16_t *)to = (uint16_t)raw.word[0];
+  else if constexpr (BYTES == 4)
+    *(uint32_t *)to = raw.word[0];
+  else
+    *(uint2 *)to = make_uint2(raw.word[0], raw.word[1]);
+  static_assert(BYTES <= 8, "2, 4 or 8 bytes");
+}
+
+/* STREAM: whole 16-byte pieces go out marked as the first to leave the caches. */
+template <typename Element, int N, bool STREAM = false>
 static __device__ __forceinline__ void store_pack(Element *to, const float (&x)[N]) {
-  Pack<Element, N> pack;
+  typedef Pack<Element, N> Packed;
+  Packed pack;
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.element[i] = from_float<Element>(x[i]);
-  *(Pack<Element, N> *)to = pack;
+  if constexpr (STREAM && sizeof(Packed) % 16 == 0) {
+#pragma unroll
+    for (size_t i = 0; i < sizeof(Packed) / 16; ++i) {
+      uint4 piece;
+      memcpy(&piece, (const char *)&pack + 16 * i, 16);
+      __stcs((uint4 *)to + i, piece);
+    }
+  } else {
+    *(Packed *)to = pack;
+  }
 }
 
 /* ---- programmatic dependent launch ----------------------------------------------------------- */

@@ -9,244 +9,17 @@
  * Invariants
  * - conv_state is read and written by the block of the first tokens alone: it has at least the three
  *   whose windows reach back to it, and what is committed are the last inputs, which nobody
- *   overwrites. A barrier lies between its reads and its write.
+ *   overwrites. The thread that writes has the first T tokens; where others read too (T < 3), a
+ *   barrier lies between.
  * - Where a sequence starts from an old snapshot, which this launch overwrites, one block has all
  *   tokens, and a barrier lies between.
- * - The order of the L2 sum depends on neither V nor T: see head_factors.
+ * - The order of the L2 sum depends on neither V nor T: see head_norm.cuh.
  */
 #ifndef GDN_VERIFY_TOKEN_PARALLEL_CUH
 #define GDN_VERIFY_TOKEN_PARALLEL_CUH
 
-#include "device.cuh"
-
-#define FAST_D_CONV 4
-#define FAST_HEAD_DIM 128
-#define FAST_GROUPS (FAST_HEAD_DIM / GDN_VERIFY_GROUP)
-
-/* How the columns of a window lie in memory. */
-typedef enum WindowLayout {
-  LAYOUT_STRIDED = 0,       /* any strides: element by element */
-  LAYOUT_CHANNEL_MAJOR = 1, /* [D, 4] contiguous: the V windows of a thread are one piece */
-  LAYOUT_TOKEN_MAJOR = 2    /* channel stride 1: the V channels of a column are one piece */
-} WindowLayout;
-
-/* What every call reads comes first and is small, strides in 32 bits: parameters reach a kernel line
- * by line through a cache that is cold at every launch. */
-typedef struct FastLaunch {
-  const void *weight;
-  const void *input;
-  uint8_t plain;           /* no index tensor: sequence i is row i of everything */
-  uint8_t packed_weight;   /* [D, 4] contiguous in the input's dtype, and no bias */
-  uint8_t write_state;     /* as in the problem, like those that follow */
-  uint8_t snapshot_kind;   /* gdn_verify_snapshot_kind */
-  uint8_t snapshot_layout; /* WindowLayout; of a history LAYOUT_TOKEN_MAJOR or LAYOUT_STRIDED */
-  uint8_t state_layout;    /* WindowLayout */
-  uint8_t state_len;
-  uint8_t activation; /* gdn_verify_activation */
-  int32_t num_tokens;
-  int32_t input_seq, input_token;
-  int32_t qk_channels;
-  void *state;
-  void *snapshots;
-  void *output;
-  int32_t output_seq, output_token;
-  int32_t state_slot, state_channel, state_column;
-  int32_t snapshot_row, snapshot_token, snapshot_channel, snapshot_column;
-  float l2_eps;
-  gdn_verify_problem p; /* for what only some calls have: index tensors, bias, other weights */
-} FastLaunch;
-
-/* Offset of `count` (at most MAX_STEPS) tokens. Unsigned, so that the compiler keeps to 32 bits; the
- * launcher has seen that they suffice. */
-#define MAX_STEPS 16
-static __device__ __forceinline__ int steps(int count, int stride) {
-  return (int)((unsigned)count * (unsigned)stride);
-}
-
-/* ---- windows: x[column][channel], the last `columns` of 4 ------------------------------------- */
-
-/* Loads what a start window contributes to x of a thread whose first token is `first`: x[j] is the
- * entry of token first + j - 3, as far as that is below 0. The window has `columns` columns. */
-template <typename State, int V>
-static __device__ __forceinline__ void load_columns(const State *from, int layout,
-                                                    int channel_stride, int column_stride,
-                                                    int columns, int first, float (*x)[V]) {
-  if (first == 0 && layout == LAYOUT_CHANNEL_MAJOR) {
-    Raw<State, 4> window[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) window[v] = load_raw<State, 4>(from + 4 * v);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-#pragma unroll
-      for (int j = 0; j < 3; ++j) x[j][v] = raw_to_float(window[v], j + 1);
-    }
-    return;
-  }
-  from += (columns - 3 + first) * column_stride;
-  if (layout == LAYOUT_TOKEN_MAJOR) {
-    Raw<State, V> column[3] = {};
-#pragma unroll
-    for (int j = 0; j < 3; ++j)
-      if (first + j < 3) column[j] = load_raw<State, V>(from + j * column_stride);
-#pragma unroll
-    for (int j = 0; j < 3; ++j) convert(column[j], x[j]);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 3; ++j) {
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (first + j < 3) x[j][v] = to_float(from[v * channel_stride + j * column_stride]);
-  }
-}
-
-/* Stores N columns x[0 .. N - 1], of which the first `skip` are left out. */
-template <typename State, int LAYOUT, int V, int N>
-static __device__ __forceinline__ void store_columns(State *to, int channel_stride,
-                                                     int column_stride, int skip,
-                                                     const float (*x)[V]) {
-  if constexpr (LAYOUT == LAYOUT_CHANNEL_MAJOR) {
-    static_assert(N == FAST_D_CONV, "a whole window");
-    float windows[4 * V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) windows[4 * v + j] = x[j][v];
-    }
-    store_pack<State, 4 * V>(to, windows);
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (j < skip) continue;
-      if constexpr (LAYOUT == LAYOUT_TOKEN_MAJOR) {
-        store_pack<State, V>(to, x[j]);
-      } else {
-#pragma unroll
-        for (int v = 0; v < V; ++v) to[v * channel_stride] = from_float<State>(x[j][v]);
-      }
-      to += column_stride;
-    }
-  }
-}
-
-/* The snapshots of this thread's tokens: windows, or rows of the history. x as in the kernel. */
-template <typename State, int LAYOUT, int V, int T>
-static __device__ __forceinline__ void store_snapshots(const FastLaunch &launch, int64_t row,
-                                                       int channel, int first, int rows,
-                                                       const float (&x)[T + 3][V]) {
-  State *to = (State *)launch.snapshots + row * launch.snapshot_row +
-              (int64_t)channel * launch.snapshot_channel;
-  if (LAYOUT == LAYOUT_CHANNEL_MAJOR || launch.snapshot_kind == GDN_VERIFY_WINDOWS) {
-    to += (int64_t)first * launch.snapshot_token;
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-      if (first + t < rows)
-        store_columns<State, LAYOUT, V, FAST_D_CONV>(
-            to + steps(t, launch.snapshot_token), launch.snapshot_channel, launch.snapshot_column,
-            FAST_D_CONV - launch.state_len, x + t);
-    }
-  } else {
-    /* row i holds the entry that token i - (S - 1) brought */
-    constexpr int HISTORY_LAYOUT =
-        LAYOUT == LAYOUT_TOKEN_MAJOR ? LAYOUT_TOKEN_MAJOR : LAYOUT_STRIDED;
-    const int lead = launch.state_len - 1;
-    if (first == 0)
-      store_columns<State, HISTORY_LAYOUT, V, 3>(to, launch.snapshot_channel, launch.snapshot_token,
-                                                 3 - lead, x);
-    to += (int64_t)(first + lead) * launch.snapshot_token;
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-      if (first + t < rows)
-        store_columns<State, HISTORY_LAYOUT, V, 1>(to + steps(t, launch.snapshot_token),
-                                                   launch.snapshot_channel, 0, 0, x + t + 3);
-    }
-  }
-}
-
-/* ---- the L2 norm ----------------------------------------------------------------------------- */
-
-/* Lanes apart at level l of the halving tree, whose partners are 16 >> l channels apart. */
-static __device__ __forceinline__ constexpr int tree_offset(int v, int level) {
-  return (GDN_VERIFY_GROUP / 2 / v) >> level;
-}
-
-/* The factors of T tokens of a head, from this thread's squares[t][v].
- *
- * The tree adds channel i and i + 16, then + 8, + 4, + 2, + 1: with V channels a lane these are the
- * lanes 16 / V apart, and so on, then the channels of one lane. Instead of carrying every token
- * through every level in all lanes, two tokens share a shuffle: at each level one half of the lanes
- * goes on with the first, the other half with the second. Addition commutes, so that the bits are
- * those of the plain tree. After it a lane holds one group's sum of one token; the four groups of the
- * head are added left to right, through shared memory where they lie in several warps. */
-template <int V, int T>
-static __device__ __forceinline__ void head_factors(float (&squares)[T][V], float l2_eps,
-                                                    float (*partial)[FAST_GROUPS],
-                                                    float (&factor)[T]) {
-  constexpr unsigned ALL = 0xFFFFFFFFu;
-  constexpr int LEVELS = V == 1 ? 5 : V == 2 ? 4 : 3;
-  static_assert(T <= 1 << LEVELS, "a lane ends with one token");
-  const int lane = (int)(threadIdx.x & 31u);
-#pragma unroll
-  for (int level = 0; level < LEVELS; ++level) {
-    const int offset = tree_offset(V, level);
-    const int count = (T + (1 << level) - 1) >> level; /* values that a lane still carries */
-    const bool second = (lane & offset) != 0;
-#pragma unroll
-    for (int i = 0; 2 * i < count; ++i) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const float a = squares[2 * i][v];
-        if (2 * i + 1 < count) {
-          const float b = squares[2 * i + 1][v];
-          squares[i][v] = (second ? b : a) + __shfl_xor_sync(ALL, second ? a : b, offset);
-        } else {
-          squares[i][v] = a + __shfl_xor_sync(ALL, a, offset);
-        }
-      }
-    }
-  }
-  float sum = squares[0][0];
-  if constexpr (V == 2) sum = squares[0][0] + squares[0][1];
-  if constexpr (V == 4) sum = (squares[0][0] + squares[0][2]) + (squares[0][1] + squares[0][3]);
-
-  /* which token this lane ended with; of lanes with the same one, the first speaks */
-  int token = 0;
-  bool speaks = true;
-#pragma unroll
-  for (int level = LEVELS - 1; level >= 0; --level) {
-    const int count = (T + (1 << level) - 1) >> level;
-    const bool second = (lane & tree_offset(V, level)) != 0;
-    const bool paired = 2 * token + 1 < count;
-    speaks = speaks && (paired || !second);
-    token = 2 * token + (paired && second ? 1 : 0);
-  }
-
-  float total;
-  if constexpr (V == 4) {
-    const int in_group = lane & 7;
-    total = __shfl_sync(ALL, sum, in_group);
-#pragma unroll
-    for (int g = 1; g < FAST_GROUPS; ++g) total = total + __shfl_sync(ALL, sum, in_group + 8 * g);
-    __syncthreads(); /* conv_state has been read */
-  } else {
-    const int group = (int)threadIdx.x * V / GDN_VERIFY_GROUP;
-    float (*mine)[FAST_GROUPS] = partial + threadIdx.y * T;
-    if (speaks) mine[token][group] = sum;
-    __syncthreads(); /* the same */
-    const float4 groups = *(const float4 *)mine[token];
-    total = ((groups.x + groups.y) + groups.z) + groups.w;
-  }
-  const float own = gdn_verify_l2_scale(total, l2_eps);
-#pragma unroll
-  for (int t = 0; t < T; ++t) {
-    int holder = 0;
-#pragma unroll
-    for (int level = 0; level < LEVELS; ++level) holder += (t >> level & 1) * tree_offset(V, level);
-    factor[t] = T == 1 ? own : __shfl_sync(ALL, own, holder);
-  }
-}
-
-/* ---- the kernel ------------------------------------------------------------------------------ */
+#include "fast_windows.cuh"
+#include "head_norm.cuh"
 
 /* y[t] = conv of the window x[t .. t + 3], for all T tokens of the thread. BIAS: there may be one.
  *
@@ -320,26 +93,56 @@ static __device__ __forceinline__ void activate(int32_t activation, float (&y)[T
 
 /* Weight and bias of this thread's channels, of any dtype and strides. */
 template <int V>
-static __device__ __forceinline__ void load_weight(const gdn_verify_problem &p, int64_t channel,
+static __device__ __forceinline__ void load_weight(const FastLaunch &launch, int channel,
                                                    float (&weight)[4][V], float (&bias)[V]) {
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    const int64_t at = (channel + v) * p.weight_channel;
+    const int64_t first = (int64_t)(channel + v) * launch.weight_channel;
 #pragma unroll
     for (int k = 0; k < FAST_D_CONV; ++k)
-      weight[k][v] = load_element(p.weight, at + k * p.weight_tap, p.weight_dtype);
-    bias[v] = p.bias ? load_element(p.bias, (channel + v) * p.bias_channel, p.bias_dtype) : 0.0f;
+      weight[k][v] =
+          load_element(launch.weight, first + (int64_t)k * launch.weight_tap, launch.weight_dtype);
+    bias[v] = 0.0f;
+    if (launch.bias)
+      bias[v] = load_element(launch.bias, (int64_t)(channel + v) * launch.bias_channel,
+                             launch.bias_dtype);
   }
 }
 
-/* Sets this block's channels of `count` output rows to zero. */
+/* Sets this block's channels of `count` output rows to zero; `output` is the first of them. */
 template <typename Input, int V>
-static __device__ __forceinline__ void zero_rows(const gdn_verify_problem &p, int64_t offset,
-                                                 int64_t count, int64_t channel) {
+static __device__ __forceinline__ void zero_rows(Input *output, int64_t count, int stride) {
   const float zeros[V] = {};
   const int64_t step = (int64_t)blockDim.y * gridDim.z;
   for (int64_t row = blockIdx.z * blockDim.y + threadIdx.y; row < count; row += step)
-    store_pack<Input, V>((Input *)p.output + offset + row * p.output_token + channel, zeros);
+    store_pack<Input, V>(at(output, (int)row, stride), zeros);
+}
+
+/* gdn_verify_resolve on what it needs; the sequence's offsets are bytes. */
+static __device__ __forceinline__ gdn_verify_verdict resolve(const FastLaunch &launch, int seq,
+                                                             gdn_verify_sequence *s) {
+  gdn_verify_problem p = {};
+  p.n_slots = launch.n_slots;
+  p.n_rows = launch.n_rows;
+  p.snapshot_capacity = launch.snapshot_capacity;
+  p.total_rows = launch.total_rows;
+  p.pad_slot_id = launch.pad_slot_id;
+  p.num_tokens = launch.num_tokens;
+  p.input_seq = launch.input_seq;
+  p.input_token = launch.input_token;
+  p.output_seq = launch.output_seq;
+  p.output_token = launch.output_token;
+  p.state = launch.state;
+  p.snapshots = launch.snapshots;
+  p.slot_index = launch.slot_index;
+  p.slot_index_stride = launch.slot_index_stride;
+  p.row_index = launch.row_index;
+  p.row_index_stride = launch.row_index_stride;
+  p.accepted = launch.accepted;
+  p.accepted_stride = launch.accepted_stride;
+  p.cu_seqlens = launch.cu_seqlens;
+  p.cu_seqlens_stride = launch.cu_seqlens_stride;
+  return gdn_verify_resolve(&p, seq, s);
 }
 
 /* Most threads of a block: enough for 17 tokens, fewer where T is small, many more where it is 8. */
@@ -359,25 +162,37 @@ static constexpr int min_blocks(int v, int t) {
   if (t == 8) return 1;
   if (v == 1) return 2;
   if (v == 2) return t <= 2 ? 2 : t == 6 ? 4 : 3;
-  return 3;
+  return t == 2 ? 2 : 3;
 }
 
-template <typename Input, typename State, int V, int T>
+template <typename Input, typename State, int FORM, int V, int T>
 __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     token_parallel_kernel(const __grid_constant__ FastLaunch launch) {
-  const gdn_verify_problem &p = launch.p;
   extern __shared__ __align__(16) float partial[][FAST_GROUPS]; /* [blockDim.y * T] */
+  constexpr bool KNOWN = FORM != FORM_ANY;
+  const bool packed_weight = KNOWN || launch.packed_weight;
+  const int activation = KNOWN ? (int)GDN_VERIFY_SILU : launch.activation;
+  const int state_len = KNOWN ? FAST_D_CONV : launch.state_len;
+  const int state_layout = KNOWN ? (int)LAYOUT_CHANNEL_MAJOR : launch.state_layout;
+  const int snapshot_kind = FORM == FORM_WINDOWS   ? (int)GDN_VERIFY_WINDOWS
+                            : FORM == FORM_HISTORY ? (int)GDN_VERIFY_HISTORY
+                                                   : launch.snapshot_kind;
+  const int snapshot_layout = FORM == FORM_WINDOWS   ? (int)LAYOUT_CHANNEL_MAJOR
+                              : FORM == FORM_HISTORY ? (int)LAYOUT_TOKEN_MAJOR
+                                                     : launch.snapshot_layout;
   const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * V);
   const int first = (int)(blockIdx.z * blockDim.y + threadIdx.y) * T;
   const int seq = (int)blockIdx.x;
 
   /* constants first, while the kernel before this one may still run */
-  Raw<Input, 4 * V> packed_weight = {};
-  if (launch.packed_weight)
-    packed_weight = load_raw<Input, 4 * V>((const Input *)launch.weight + 4 * channel);
+  Raw<Input, 4 * V> raw_weight = {};
+  if (packed_weight)
+    raw_weight = load_raw<Input, 4 * V>((const Input *)launch.weight + 4 * channel);
   wait_for_predecessor();
   release_successor();
 
+  const Input *input = (const Input *)launch.input + channel;
+  Input *output = (Input *)launch.output + channel;
   gdn_verify_sequence s;
   if (__builtin_expect(launch.plain, 1)) {
     s.input_offset = (int64_t)seq * launch.input_seq;
@@ -385,78 +200,89 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     s.num_rows = launch.num_tokens;
     s.slot = s.row = seq;
     s.start = -1;
-  } else if (seq == p.n_seq) { /* with cu_seqlens: the rows that no sequence owns */
-    int64_t owned = p.cu_seqlens[p.n_seq * p.cu_seqlens_stride];
+  } else if (seq == launch.n_seq) { /* with cu_seqlens: the rows that no sequence owns */
+    int owned = launch.cu_seqlens[(int64_t)launch.n_seq * launch.cu_seqlens_stride];
     owned = owned < 0 ? 0 : owned;
-    zero_rows<Input, V>(p, owned * p.output_token, p.total_rows - owned, channel);
+    zero_rows<Input, V>(at(output, owned, launch.output_token), (int64_t)launch.total_rows - owned,
+                        launch.output_token);
     return;
   } else {
-    const gdn_verify_verdict verdict = gdn_verify_resolve(&p, seq, &s);
+    const gdn_verify_verdict verdict = resolve(launch, seq, &s);
     if (verdict != GDN_VERIFY_RUN) {
-      if (verdict != GDN_VERIFY_EMPTY) zero_rows<Input, V>(p, s.output_offset, s.num_rows, channel);
+      if (verdict != GDN_VERIFY_EMPTY)
+        zero_rows<Input, V>((Input *)((char *)output + s.output_offset), s.num_rows,
+                            launch.output_token);
       return;
     }
   }
   const int rows = (int)s.num_rows;
   if (blockIdx.z > 0 && (int)(blockIdx.z * blockDim.y) * T >= rows) return;
+  input = (const Input *)((const char *)input + s.input_offset);
+  output = (Input *)((char *)output + s.output_offset);
 
-  /* everything that is read is asked for before anything is used */
-  const Input *input = (const Input *)launch.input + s.input_offset + channel;
-  const Input *mine = input + (int64_t)(first - 3) * launch.input_token;
+  /* Everything that is read is asked for before anything is used. Tokens that there are not are read as
+   * the nearest one, which nobody uses. */
   Raw<Input, V> entry[T + 3];
 #pragma unroll
   for (int j = 0; j < T + 3; ++j) {
-    const int token = first + j - 3;
-    entry[j] = {};
-    if ((j >= 3 || token >= 0) && token < rows)
-      entry[j] = load_raw<Input, V>(mine + steps(j, launch.input_token));
+    int token = min(first + j - 3, rows - 1);
+    if (j < 3) token = max(token, 0);
+    entry[j] = load_raw<Input, V>(at(input, token, launch.input_token));
   }
   /* x[j] is the input of token first + j - 3, or what the start window holds there */
   float x[T + 3][V];
   float weight[4][V], bias[V];
+  State *state = (State *)((char *)launch.state + s.slot * launch.state_slot);
+  State *snapshots = (State *)((char *)launch.snapshots + s.row * launch.snapshot_row);
+  state = KNOWN ? state + 4 * channel : at(state, channel, launch.state_channel);
+  snapshots = FORM == FORM_WINDOWS   ? snapshots + 4 * channel
+              : FORM == FORM_HISTORY ? snapshots + channel
+                                     : at(snapshots, channel, launch.snapshot_channel);
   if (first < 3) {
     const bool from_state = s.start < 0;
-    const State *from = from_state ? (const State *)launch.state + s.slot * launch.state_slot
-                                   : (const State *)launch.snapshots + s.row * launch.snapshot_row +
-                                         s.start * launch.snapshot_token;
-    const int channel_stride = from_state ? launch.state_channel : launch.snapshot_channel;
-    load_columns<State, V>(from + (int64_t)channel * channel_stride,
-                           from_state ? launch.state_layout : launch.snapshot_layout,
-                           channel_stride,
-                           from_state ? launch.state_column : launch.snapshot_column,
-                           launch.state_len, T >= 3 ? 0 : first, x);
+    load_columns<State, V>(
+        from_state ? state : (const State *)((char *)snapshots + s.start * launch.snapshot_token),
+        from_state ? state_layout : snapshot_layout,
+        from_state ? launch.state_channel : launch.snapshot_channel,
+        from_state ? launch.state_column : launch.snapshot_column, state_len, T >= 3 ? 0 : first,
+        x);
   }
 #pragma unroll
   for (int j = 0; j < T + 3; ++j)
     if (j >= 3 || first + j >= 3) convert(entry[j], x[j]);
-  if (__builtin_expect(launch.packed_weight, 1)) {
+  if (__builtin_expect(packed_weight, 1)) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
-      for (int k = 0; k < FAST_D_CONV; ++k) weight[k][v] = raw_to_float(packed_weight, 4 * v + k);
+      for (int k = 0; k < FAST_D_CONV; ++k) weight[k][v] = raw_to_float(raw_weight, 4 * v + k);
     }
   } else {
-    load_weight<V>(p, channel, weight, bias);
+    load_weight<V>(launch, channel, weight, bias);
   }
   if (s.start >= 0) __syncthreads(); /* the old snapshots have been read */
 
   /* snapshots go out first: they are most of the traffic */
-  if (launch.snapshot_kind != GDN_VERIFY_NO_SNAPSHOTS) {
-    if (launch.snapshot_layout == LAYOUT_CHANNEL_MAJOR)
-      store_snapshots<State, LAYOUT_CHANNEL_MAJOR, V, T>(launch, s.row, channel, first, rows, x);
-    else if (launch.snapshot_layout == LAYOUT_TOKEN_MAJOR)
-      store_snapshots<State, LAYOUT_TOKEN_MAJOR, V, T>(launch, s.row, channel, first, rows, x);
+  if (snapshot_kind != GDN_VERIFY_NO_SNAPSHOTS) {
+    if (snapshot_layout == LAYOUT_CHANNEL_MAJOR)
+      store_snapshots<State, Input, LAYOUT_CHANNEL_MAJOR, V, T>(snapshots, snapshot_kind, state_len,
+                                                                launch, first, rows, entry, x);
+    else if (snapshot_layout == LAYOUT_TOKEN_MAJOR)
+      store_snapshots<State, Input, LAYOUT_TOKEN_MAJOR, V, T>(snapshots, snapshot_kind, state_len,
+                                                              launch, first, rows, entry, x);
     else
-      store_snapshots<State, LAYOUT_STRIDED, V, T>(launch, s.row, channel, first, rows, x);
+      store_snapshots<State, Input, LAYOUT_STRIDED, V, T>(snapshots, snapshot_kind, state_len,
+                                                          launch, first, rows, entry, x);
   }
 
-  float y[T][V];
+  /* In known forms the flag is set too: asking all the same keeps the compiler from moving the
+   * convolution to before the stores. */
+  float y[T][V] = {};
   if (__builtin_expect(launch.packed_weight, 1)) {
     convolve<V, T, false>(x, weight, bias, y);
-    activate<V, T, false>(launch.activation, y);
-  } else {
+    activate<V, T, false>(activation, y);
+  } else if (!KNOWN) {
     convolve<V, T, true>(x, weight, bias, y);
-    activate<V, T, true>(launch.activation, y);
+    activate<V, T, true>(activation, y);
   }
 
   /* the inputs that are committed, as far as the tokens reach: last[j] of token rows - 4 + j. Asked
@@ -464,11 +290,9 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
   const bool commits = launch.write_state && first == 0;
   Raw<Input, V> last[FAST_D_CONV] = {};
   if (commits) {
-    const Input *newest = input + (int64_t)(rows - FAST_D_CONV) * launch.input_token;
 #pragma unroll
     for (int j = 0; j < FAST_D_CONV; ++j)
-      if (rows + j >= FAST_D_CONV)
-        last[j] = load_raw<Input, V>(newest + steps(j, launch.input_token));
+      last[j] = load_raw<Input, V>(at(input, max(rows - FAST_D_CONV + j, 0), launch.input_token));
   }
   if (channel < launch.qk_channels) {
     float squares[T][V], factor[T];
@@ -483,15 +307,14 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
 #pragma unroll
       for (int v = 0; v < V; ++v) y[t][v] = __fmul_rn(y[t][v], factor[t]);
     }
-  } else {
+  } else if (T < 3) {
     __syncthreads(); /* conv_state has been read */
   }
 
-  Input *output =
-      (Input *)launch.output + s.output_offset + (int64_t)first * launch.output_token + channel;
+  output = at(output, first, launch.output_token);
 #pragma unroll
   for (int t = 0; t < T; ++t) {
-    if (first + t < rows) store_pack<Input, V>(output + steps(t, launch.output_token), y[t]);
+    if (first + t < rows) store_pack<Input, V>(at(output, t, launch.output_token), y[t]);
   }
   if (commits) {
     float window[FAST_D_CONV][V];
@@ -500,23 +323,22 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
       pin(last[j]);
       convert(last[j], window[j]);
     }
-    /* with fewer tokens than columns, what the start window held */
+    if (rows < FAST_D_CONV) { /* the older columns are what the start window held */
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (rows == 1) window[0][v] = x[0][v], window[1][v] = x[1][v], window[2][v] = x[2][v];
-      if (rows == 2) window[0][v] = x[1][v], window[1][v] = x[2][v];
-      if (rows == 3) window[0][v] = x[2][v];
+      for (int v = 0; v < V; ++v) {
+        if (rows == 1) window[0][v] = x[0][v], window[1][v] = x[1][v], window[2][v] = x[2][v];
+        if (rows == 2) window[0][v] = x[1][v], window[1][v] = x[2][v];
+        if (rows == 3) window[0][v] = x[2][v];
+      }
     }
-    State *to = (State *)launch.state + s.slot * launch.state_slot +
-                (int64_t)channel * launch.state_channel;
-    const int skip = FAST_D_CONV - launch.state_len;
-    if (launch.state_layout == LAYOUT_CHANNEL_MAJOR)
-      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(to, 0, 0, 0, window);
-    else if (launch.state_layout == LAYOUT_TOKEN_MAJOR)
-      store_columns<State, LAYOUT_TOKEN_MAJOR, V, FAST_D_CONV>(to, 0, launch.state_column, skip,
+    const int skip = FAST_D_CONV - state_len;
+    if (state_layout == LAYOUT_CHANNEL_MAJOR)
+      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(state, 0, 0, 0, window);
+    else if (state_layout == LAYOUT_TOKEN_MAJOR)
+      store_columns<State, LAYOUT_TOKEN_MAJOR, V, FAST_D_CONV>(state, 0, launch.state_column, skip,
                                                                window);
     else
-      store_columns<State, LAYOUT_STRIDED, V, FAST_D_CONV>(to, launch.state_channel,
+      store_columns<State, LAYOUT_STRIDED, V, FAST_D_CONV>(state, launch.state_channel,
                                                            launch.state_column, skip, window);
   }
 }

@@ -19,9 +19,9 @@
  * hold all tokens where G is 0. */
 // clang-format off
 #define FOR_EACH_CONFIG(X)                                                                    \
-  X(1, 2, 2) X(1, 3, 0) X(1, 3, 2) X(1, 4, 0) X(1, 4, 2)                                      \
-  X(2, 1, 0) X(2, 1, 3) X(2, 2, 0) X(2, 2, 2) X(2, 3, 0) X(2, 4, 0) X(2, 6, 0) X(2, 8, 0)     \
-  X(4, 1, 0) X(4, 1, 3) X(4, 2, 0) X(4, 3, 0)
+  X(1, 2, 2) X(1, 3, 0) X(1, 3, 1) X(1, 3, 2) X(1, 6, 0)                                      \
+  X(2, 1, 0) X(2, 1, 3) X(2, 2, 0) X(2, 2, 2) X(2, 6, 0) X(2, 8, 0)                           \
+  X(4, 1, 0) X(4, 1, 3) X(4, 2, 0) X(4, 2, 2) X(4, 3, 0) X(4, 4, 0)
 // clang-format on
 
 typedef struct Config {
@@ -67,23 +67,30 @@ static int first_fit(const gdn_verify_problem *p, int v, int from) {
   return -1;
 }
 
-/* Without a tuned table: what was best on an H200, by snapshots and by the work in all (of 8192
- * channels and a token). Small calls spread over the SMs by blocks of few tokens. Large ones want
- * more tokens a thread, and as many channels as still make whole 16-byte stores side by side. */
+/* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of 8192
+ * channels and a token). Small calls want one token a thread, and where there are many tokens several
+ * blocks for them; large ones more tokens a thread, and as many channels as still make whole 16-byte
+ * stores side by side. */
 static int choose_config(const gdn_verify_problem *p) {
   const bool windows = p->snapshot_kind == GDN_VERIFY_WINDOWS;
+  const bool few = p->num_tokens <= 8;
   const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
   Config best;
   if (windows && p->state_dtype == GDN_VERIFY_FLOAT32)
-    best = work <= 24 ? Config{2, 1, 3} : work <= 64 ? Config{1, 4, 2} : Config{1, 4, 0};
-  else if (work <= 8 || (windows && work <= 24))
-    best = Config{2, 1, 3};
-  else if (work <= 48)
-    best = Config{4, 1, 3};
-  else if (windows)
-    best = work <= 96 ? Config{2, 4, 0} : Config{2, 6, 0};
+    best = work < 4     ? Config{2, 1, 3}
+           : work > 32  ? Config{1, 6, 0}
+           : few        ? Config{2, 1, 0}
+           : work <= 24 ? Config{2, 1, 3}
+                        : Config{1, 3, 0};
+  else if (few)
+    best = work <= 48               ? Config{4, 1, 0}
+           : windows || work <= 128 ? Config{4, 2, 0}
+                                    : Config{4, 4, 0};
   else
-    best = work <= 96 ? Config{4, 2, 0} : Config{4, 3, 0};
+    best = work <= 40   ? Config{4, 1, 3}
+           : work <= 96 ? Config{4, 2, 0}
+           : windows    ? Config{2, 6, 0}
+                        : Config{4, 3, 0};
   const int config = first_fit(p, best.v, find_config(best.v, best.t, best.groups));
   if (config >= 0) return config;
   const int many = find_config(2, 8, 0);
@@ -124,21 +131,28 @@ static bool rows_fit(const gdn_verify_problem *p, int v) {
          p->input_token % v == 0 && p->output_seq % v == 0 && p->output_token % v == 0;
 }
 
-/* Strides are 32 bits wide in the fast kernel, and multiplied by small numbers there. */
-static bool strides_fit(const gdn_verify_problem *p) {
-  const int64_t most = INT32_MAX / MAX_STEPS;
+/* Whether everything that FastLaunch holds in 32 bits fits. */
+static bool fits_32_bits(const gdn_verify_problem *p) {
   const int64_t strides[] = {
+      /* of elements, which become bytes: of at most 4 */
       p->input_seq,      p->input_token,      p->output_seq,      p->output_token,
       p->state_slot,     p->state_channel,    p->state_column,    p->snapshot_row,
       p->snapshot_token, p->snapshot_channel, p->snapshot_column,
   };
+  const int64_t others[] = {
+      p->weight_channel,    p->weight_tap,       p->bias_channel,      p->n_seq,
+      p->n_slots,           p->n_rows,           p->snapshot_capacity, p->total_rows,
+      p->slot_index_stride, p->row_index_stride, p->accepted_stride,   p->cu_seqlens_stride,
+  };
   for (size_t i = 0; i < sizeof strides / sizeof strides[0]; ++i)
-    if (strides[i] < -most || strides[i] > most) return false;
+    if (strides[i] < -INT32_MAX / 4 || strides[i] > INT32_MAX / 4) return false;
+  for (size_t i = 0; i < sizeof others / sizeof others[0]; ++i)
+    if (others[i] < -INT32_MAX || others[i] > INT32_MAX) return false;
   return true;
 }
 
 static bool fast_shape(const gdn_verify_problem *p) {
-  return strides_fit(p) && p->d_conv == FAST_D_CONV && p->head_dim == FAST_HEAD_DIM &&
+  return fits_32_bits(p) && p->d_conv == FAST_D_CONV && p->head_dim == FAST_HEAD_DIM &&
          p->d_inner % FAST_HEAD_DIM == 0 && p->d_inner <= 65535 * FAST_HEAD_DIM &&
          p->n_seq < INT32_MAX && p->num_tokens <= 65535 && !p->parent &&
          p->output_dtype == p->input_dtype &&
@@ -148,28 +162,41 @@ static bool fast_shape(const gdn_verify_problem *p) {
 
 typedef void (*FastKernel)(const FastLaunch);
 
-template <typename Input, typename State>
+template <typename Input, typename State, int FORM>
 static FastKernel fast_kernel(int config) {
   static const FastKernel kernels[] = {
-#define X(v, t, g) token_parallel_kernel<Input, State, v, t>,
+#define X(v, t, g) token_parallel_kernel<Input, State, FORM, v, t>,
       FOR_EACH_CONFIG(X)
 #undef X
   };
   return kernels[config];
 }
 
-static FastKernel pick_fast_kernel(const gdn_verify_problem *p, int config) {
+/* The forms that are known when a kernel is compiled are those of shipped models. */
+static FastKernel pick_fast_kernel(const gdn_verify_problem *p, const FastLaunch *launch,
+                                   int config) {
   const bool wide = p->state_dtype == GDN_VERIFY_FLOAT32;
-  if (p->input_dtype == GDN_VERIFY_BFLOAT16)
-    return wide ? fast_kernel<__nv_bfloat16, float>(config)
-                : fast_kernel<__nv_bfloat16, __nv_bfloat16>(config);
-  return wide ? fast_kernel<__half, float>(config) : fast_kernel<__half, __half>(config);
+  if (p->input_dtype == GDN_VERIFY_FLOAT16)
+    return wide ? fast_kernel<__half, float, FORM_ANY>(config)
+                : fast_kernel<__half, __half, FORM_ANY>(config);
+  const bool usual = launch->packed_weight && launch->activation == GDN_VERIFY_SILU &&
+                     launch->state_len == FAST_D_CONV &&
+                     launch->state_layout == LAYOUT_CHANNEL_MAJOR;
+  if (usual && launch->snapshot_kind == GDN_VERIFY_WINDOWS &&
+      launch->snapshot_layout == LAYOUT_CHANNEL_MAJOR)
+    return wide ? fast_kernel<__nv_bfloat16, float, FORM_WINDOWS>(config)
+                : fast_kernel<__nv_bfloat16, __nv_bfloat16, FORM_WINDOWS>(config);
+  if (usual && launch->snapshot_kind == GDN_VERIFY_HISTORY && !wide &&
+      launch->snapshot_layout == LAYOUT_TOKEN_MAJOR)
+    return fast_kernel<__nv_bfloat16, __nv_bfloat16, FORM_HISTORY>(config);
+  return wide ? fast_kernel<__nv_bfloat16, float, FORM_ANY>(config)
+              : fast_kernel<__nv_bfloat16, __nv_bfloat16, FORM_ANY>(config);
 }
 
 /* ---- launching ------------------------------------------------------------------------------- */
 
 static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
-  const int64_t size = gdn_verify_dtype_size(p->state_dtype);
+  const int64_t row = 2, state = gdn_verify_dtype_size(p->state_dtype);
   const int64_t snapshot_outer[] = {p->snapshot_row, p->snapshot_token};
   FastLaunch launch;
   launch.weight = p->weight;
@@ -181,30 +208,51 @@ static FastLaunch fast_launch(const gdn_verify_problem *p, int v) {
   launch.write_state = (uint8_t)p->write_state;
   launch.snapshot_kind = (uint8_t)p->snapshot_kind;
   launch.snapshot_layout = (uint8_t)layout_of(
-      p->snapshots, size, v, p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 0,
+      p->snapshots, state, v, p->snapshot_kind == GDN_VERIFY_WINDOWS ? p->state_len : 0,
       snapshot_outer, 2, p->snapshot_channel, p->snapshot_column);
-  launch.state_layout = (uint8_t)layout_of(p->state, size, v, p->state_len, &p->state_slot, 1,
+  launch.state_layout = (uint8_t)layout_of(p->state, state, v, p->state_len, &p->state_slot, 1,
                                            p->state_channel, p->state_column);
   launch.state_len = (uint8_t)p->state_len;
   launch.activation = (uint8_t)p->activation;
   launch.num_tokens = (int32_t)p->num_tokens;
-  launch.input_seq = (int32_t)p->input_seq;
-  launch.input_token = (int32_t)p->input_token;
+  launch.input_seq = (int32_t)(p->input_seq * row);
+  launch.input_token = (int32_t)(p->input_token * row);
   launch.qk_channels = (int32_t)p->qk_channels;
   launch.state = p->state;
   launch.snapshots = p->snapshots;
   launch.output = p->output;
-  launch.output_seq = (int32_t)p->output_seq;
-  launch.output_token = (int32_t)p->output_token;
-  launch.state_slot = (int32_t)p->state_slot;
-  launch.state_channel = (int32_t)p->state_channel;
-  launch.state_column = (int32_t)p->state_column;
-  launch.snapshot_row = (int32_t)p->snapshot_row;
-  launch.snapshot_token = (int32_t)p->snapshot_token;
-  launch.snapshot_channel = (int32_t)p->snapshot_channel;
-  launch.snapshot_column = (int32_t)p->snapshot_column;
+  launch.output_seq = (int32_t)(p->output_seq * row);
+  launch.output_token = (int32_t)(p->output_token * row);
+  launch.state_slot = (int32_t)(p->state_slot * state);
+  launch.snapshot_row = (int32_t)(p->snapshot_row * state);
+  launch.snapshot_token = (int32_t)(p->snapshot_token * state);
   launch.l2_eps = p->l2_eps;
-  launch.p = *p;
+  launch.state_channel = (int32_t)(p->state_channel * state);
+  launch.state_column = (int32_t)(p->state_column * state);
+  launch.snapshot_channel = (int32_t)(p->snapshot_channel * state);
+  launch.snapshot_column = (int32_t)(p->snapshot_column * state);
+  launch.n_seq = (int32_t)p->n_seq;
+  launch.n_slots = (int32_t)p->n_slots;
+  launch.n_rows = (int32_t)p->n_rows;
+  launch.snapshot_capacity = (int32_t)p->snapshot_capacity;
+  launch.total_rows = (int32_t)p->total_rows;
+  /* indices have 32 bits: what does not fit is never met, and negative ones are padding anyway */
+  launch.pad_slot_id =
+      (int64_t)(int32_t)p->pad_slot_id == p->pad_slot_id ? (int32_t)p->pad_slot_id : -1;
+  launch.slot_index = p->slot_index;
+  launch.row_index = p->row_index;
+  launch.accepted = p->accepted;
+  launch.cu_seqlens = p->cu_seqlens;
+  launch.slot_index_stride = (int32_t)p->slot_index_stride;
+  launch.row_index_stride = (int32_t)p->row_index_stride;
+  launch.accepted_stride = (int32_t)p->accepted_stride;
+  launch.cu_seqlens_stride = (int32_t)p->cu_seqlens_stride;
+  launch.weight_channel = (int32_t)p->weight_channel;
+  launch.weight_tap = (int32_t)p->weight_tap;
+  launch.bias = p->bias;
+  launch.bias_channel = (int32_t)p->bias_channel;
+  launch.weight_dtype = (uint8_t)p->weight_dtype;
+  launch.bias_dtype = (uint8_t)p->bias_dtype;
   return launch;
 }
 
@@ -218,8 +266,8 @@ static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl
                   (unsigned)(p->d_inner / FAST_HEAD_DIM),
                   (unsigned)((p->num_tokens + tokens - 1) / tokens));
   const size_t shared = (size_t)groups * (size_t)t * sizeof(float[FAST_GROUPS]);
-  return gdn_verify_launch((const void *)pick_fast_kernel(p, config), grid, block, shared, pdl,
-                           stream, &launch);
+  return gdn_verify_launch((const void *)pick_fast_kernel(p, &launch, config), grid, block, shared,
+                           pdl, stream, &launch);
 }
 
 static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *stream) {
