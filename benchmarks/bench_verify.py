@@ -158,14 +158,14 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     installed, peer_state = peers.load()
     detailed = not (args.targets or args.sweep) or args.full
     plan = measure.Plan()
-    if detailed:
-        plan_details(plan, shape, points, installed)
-    if args.full:
-        plan_full(plan, shape)
     if args.targets:
         plan_targets(plan, installed)
+    if args.full:
+        plan_full(plan, shape)
     if args.sweep:
         plan_ratios(plan, shape, points)
+    if detailed:
+        plan_details(plan, shape, points, installed)
     result: dict[str, Any] = {
         "machine": measure.machine(arguments),
         "d_inner": shape.d_inner,

@@ -50,7 +50,7 @@ def test_every_configuration(index):
 
 @pytest.mark.parametrize("n_seq", [1, 40, 300])
 def test_every_configuration_of_larger_batches(n_seq):
-    for num_tokens in (1, 5, 17, 40, 130):
+    for num_tokens in (1, 5, 17) if n_seq == 300 else (1, 5, 17, 40, 130):
         for snapshots in ("windows", "history", None):
             case = cases.default_case(
                 cases.EIGHTH_SHAPES["qwen3.5-35b-a3b-tp8"], n_seq, num_tokens, snapshots=snapshots

@@ -11,28 +11,13 @@
  *     SIMD level and without threads; a commit those of a plain copy;
  *   - the array functions give the same bits at every level.
  */
-#include "fuzz_memory.h"
+#include "fuzz_expect.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *byte, size_t size);
 
 static const char *const level_names[] = {"baseline", "avx2", "avx512", "none"};
 
 /* ---- calls of which nothing is wrong yet ----------------------------------------------------- */
-
-enum { /* the operator's arguments, in this order */
-  STATE,
-  INPUT,
-  WEIGHT,
-  OUTPUT,
-  INTER,
-  BIAS,
-  SLOTS,
-  ROWS,
-  ACCEPTED,
-  BOUNDS,
-  PARENT,
-  N_ARGUMENTS
-};
 
 typedef struct sizes {
   int64_t n_seq, tokens, d_inner, d_conv, state_len, n_slots, n_rows;
@@ -233,164 +218,36 @@ static void place_all(call *c, source *in) {
   fill_pieces(c, next(in));
 }
 
-/* Writes legal values into an index tensor, then perhaps a wild one somewhere. */
+/* Writes legal values into an index tensor, but perhaps one that is just beyond them or wild. */
 static void write_indices(source *in, const argument *a, int kind, const sizes *s, int least) {
   const gdn_verify_tensor *t = a->t;
   int64_t index[MAX_DIMS] = {0}, first;
   if (a->piece < 0 || t->dtype != GDN_VERIFY_INT32 || span(t, &first) <= 0 ||
       a->mode == ODD_POINTER)
     return;
-  const int shift = next(in), wild_at = rarely(in) ? next(in) : -1;
+  const int shift = next(in), wild_at = rarely(in) ? below(in, 8) : -1;
   int32_t bound = 0;
   int count = 0;
   do {
-    int32_t value = 0;
-    if (kind == SLOTS && s->n_slots > 0)
+    int32_t value = 0, beyond = (int32_t)s->tokens + 1;
+    if (kind == SLOTS && s->n_slots > 0) {
       value = shift % 5 == 4 && count == shift % 3 ? -1 : (int32_t)((shift + count) % s->n_slots);
-    else if (kind == ROWS && s->n_rows > 0)
+      beyond = (int32_t)s->n_slots;
+    } else if (kind == ROWS && s->n_rows > 0) {
       value = (int32_t)((shift + count) % s->n_rows);
-    else if (kind == ACCEPTED)
+      beyond = (int32_t)s->n_rows;
+    } else if (kind == ACCEPTED) {
       value = least + below(in, (int32_t)s->tokens + 1 - (s->tokens ? least : 0));
-    else if (kind == BOUNDS)
+    } else if (kind == BOUNDS) {
       value = bound += count ? below(in, (int32_t)s->tokens + 1) : 0;
-    else if (kind == PARENT)
-      value = below(in, (int32_t)index[t->ndim - 1] % 250 + 1) - 1;
-    if (count++ == wild_at) value = (int32_t)wild(in);
+      beyond = (int32_t)(s->tokens * s->n_seq) + 1;
+    } else if (kind == PARENT) {
+      beyond = (int32_t)(index[t->ndim - 1] % 250);
+      value = below(in, beyond + 1) - 1;
+    }
+    if (count++ == wild_at) value = shift & 64 ? beyond : (int32_t)wild(in);
     memcpy((char *)t->data + offset_of(t, index), &value, sizeof value);
   } while (advance(t, index));
-}
-
-/* ---- what the operator must do --------------------------------------------------------------- */
-
-/* Entries begin .. begin + count - 1 of the first dimension; count -1: entry begin without it. */
-static gdn_verify_tensor view(const gdn_verify_tensor *t, int64_t begin, int64_t count) {
-  gdn_verify_tensor made = *t;
-  if (t->ndim == 0) return made;
-  if (!is_empty(t)) made.data = (char *)t->data + begin * t->stride[0] * element_size(t->dtype);
-  if (count < 0)
-    drop_first(&made);
-  else
-    made.shape[0] = count;
-  return made;
-}
-
-/* A contiguous copy of a view of argument `a` as it was before the call. */
-UNCOUNTED static gdn_verify_tensor packed(const call *c, const argument *a,
-                                          const gdn_verify_tensor *t) {
-  gdn_verify_tensor made = *t;
-  int64_t stride = 1, index[MAX_DIMS] = {0}, position = 0;
-  if (t->ndim == 0) return made;
-  const int64_t size = element_size(t->dtype);
-  for (int k = t->ndim - 1; k >= 0; --k) {
-    made.stride[k] = stride;
-    stride *= t->shape[k];
-  }
-  made.data = malloc((size_t)(stride * size));
-  if (is_empty(t)) return made;
-  const piece *p = &c->pieces[a->piece];
-  const unsigned char *from = p->before + ((unsigned char *)t->data - p->now);
-  do memcpy((char *)made.data + position++ * size, from + offset_of(t, index), (size_t)size);
-  while (advance(t, index));
-  return made;
-}
-
-/* The copy back into a view, of what is expected. Frees it. */
-UNCOUNTED static void unpack(call *c, const argument *a, const gdn_verify_tensor *t,
-                             gdn_verify_tensor *copy) {
-  int64_t index[MAX_DIMS] = {0}, position = 0;
-  if (t->ndim && !is_empty(t)) {
-    const piece *p = &c->pieces[a->piece];
-    const int64_t size = element_size(t->dtype);
-    unsigned char *to = p->expected + ((unsigned char *)t->data - p->now);
-    do memcpy(to + offset_of(t, index), (char *)copy->data + position++ * size, (size_t)size);
-    while (advance(t, index));
-  }
-  if (t->ndim) free(copy->data);
-}
-
-static void expect_zeros(call *c, const argument *a) {
-  gdn_verify_tensor zeros = packed(c, a, a->t);
-  int64_t first;
-  memset(zeros.data, 0, (size_t)(span(&zeros, &first) * element_size(zeros.dtype)));
-  unpack(c, a, a->t, &zeros);
-}
-
-/* An index as it was before the call; `otherwise` where its tensor is absent. */
-static int64_t index_of(const call *c, int which, int64_t i, int64_t otherwise) {
-  const argument *a = &c->arguments[which];
-  int32_t value;
-  if (a->t->ndim == 0) return otherwise;
-  const piece *p = &c->pieces[a->piece];
-  memcpy(&value, p->before + ((unsigned char *)a->t->data - p->now) + 4 * i * a->t->stride[0], 4);
-  return value;
-}
-
-/* What sequence i says, run alone. */
-static void expect_sequence(call *c, const gdn_verify_params *p, int64_t i) {
-  const argument *a = c->arguments;
-  const int alone = p->op == GDN_VERIFY_OP_SINGLE;
-  const int64_t slot = index_of(c, SLOTS, i, i), row = index_of(c, ROWS, i, i);
-  const int64_t begin = index_of(c, BOUNDS, i, i), end = index_of(c, BOUNDS, i + 1, i + 1);
-  const int ragged = p->cu_seqlens.ndim != 0;
-  if (begin == end) return;
-  if (p->conv_state_indices.ndim && (slot < 0 || slot == p->pad_slot_id)) return;
-  if (!p->conv_state.ndim && p->inter_indices.ndim && (row < 0 || row == p->pad_slot_id)) return;
-
-  gdn_verify_params single = *p;
-  gdn_verify_tensor part[N_ARGUMENTS];
-  gdn_verify_tensor *const to[N_ARGUMENTS] = {&single.conv_state,
-                                              &single.new_input,
-                                              &single.weight,
-                                              &single.output,
-                                              &single.conv_state_inter,
-                                              &single.bias,
-                                              &single.conv_state_indices,
-                                              &single.inter_indices,
-                                              &single.num_accepted_tokens,
-                                              &single.cu_seqlens,
-                                              &single.parent_index};
-  for (int k = 0; k < N_ARGUMENTS; ++k) part[k] = *a[k].t;
-  for (int k = INPUT; k <= OUTPUT; k += OUTPUT - INPUT)
-    if (!alone) part[k] = view(a[k].t, begin, part[k].ndim == 2 ? end - begin : -1);
-  if (!alone) {
-    part[STATE] = view(&p->conv_state, slot, -1);
-    part[INTER] = view(&p->conv_state_inter, row, -1);
-    part[ACCEPTED] = view(&p->num_accepted_tokens, i, 1);
-    part[PARENT] = view(&p->parent_index, i, -1);
-  }
-  if (ragged && p->parent_index.ndim) part[PARENT].shape[0] = end - begin;
-  memset(&part[SLOTS], 0, sizeof part[SLOTS]);
-  memset(&part[ROWS], 0, sizeof part[ROWS]);
-  memset(&part[BOUNDS], 0, sizeof part[BOUNDS]);
-  single.op = GDN_VERIFY_OP_SINGLE;
-  single.max_num_tokens = single.pad_slot_id = -1;
-  single.parallel_for = NULL;
-  for (int k = 0; k < N_ARGUMENTS; ++k) *to[k] = packed(c, &a[k], &part[k]);
-  gdn_verify_error err;
-  const gdn_verify_status status = gdn_verify_conv_cpu(&single, &err);
-  if (status != GDN_VERIFY_OK) fprintf(stderr, "%s\n", err.text);
-  CHECK(status == GDN_VERIFY_OK);
-  for (int k = 0; k < N_ARGUMENTS; ++k) {
-    if (k == STATE || k == OUTPUT || k == INTER)
-      unpack(c, &a[k], &part[k], to[k]);
-    else if (to[k]->ndim)
-      free(to[k]->data);
-  }
-}
-
-static void expect_call(call *c, const gdn_verify_params *p) {
-  int64_t n_seq = p->op == GDN_VERIFY_OP_SINGLE ? 1 : p->new_input.shape[0];
-  if (is_empty(&p->new_input)) return;
-  if (p->cu_seqlens.ndim) {
-    int64_t most = p->max_num_tokens;
-    if (most < 0) most = p->conv_state_inter.shape[1];
-    if (p->max_num_tokens < 0 && p->conv_state_inter.ndim == 3)
-      most -= (p->conv_state.ndim ? p->conv_state.shape[2] : p->weight.shape[1] - 1) - 1;
-    n_seq = p->cu_seqlens.shape[0] - 1;
-    if (n_seq == 0 || most == 0) return; /* nothing to do, so nothing is zeroed either */
-  }
-  expect_zeros(c, &c->arguments[OUTPUT]);
-  for (int64_t i = 0; i < n_seq; ++i) expect_sequence(c, p, i);
 }
 
 /* ---- the calls ------------------------------------------------------------------------------- */
@@ -459,27 +316,6 @@ static void fuzz_operator(source *in) {
     if (status != GDN_VERIFY_OK) CHECK(gdn_verify_conv_cpu(&p, NULL) == status);
   }
   release(&c);
-}
-
-/* One sequence of one layer of a commit that passed. */
-static void expect_commit(call *c, const gdn_verify_commit_params *p, const argument *state,
-                          const argument *snapshots, int64_t i) {
-  const gdn_verify_tensor *from = snapshots->t;
-  const int64_t slot = index_of(c, SLOTS, i, i), row = index_of(c, ROWS, i, i);
-  const int64_t snapshot = index_of(c, ACCEPTED, i, 0) - 1;
-  if (snapshot < 0 || (p->conv_state_indices.ndim && (slot < 0 || slot == p->pad_slot_id))) return;
-  gdn_verify_tensor target = view(state->t, slot, -1), rows = view(from, row, -1);
-  const int windows = from->ndim == 4;
-  rows = view(&rows, snapshot, windows ? -1 : target.shape[1]);
-  if (!windows) { /* [S, D] to [D, S] */
-    const int64_t stride = rows.stride[0], length = rows.shape[0];
-    rows.stride[0] = rows.stride[1];
-    rows.shape[0] = rows.shape[1];
-    rows.stride[1] = stride;
-    rows.shape[1] = length;
-  }
-  gdn_verify_tensor copy = packed(c, snapshots, &rows);
-  unpack(c, state, &target, &copy);
 }
 
 enum {
