@@ -58,14 +58,6 @@ static gdn_verify_tensor make4(source *in, int32_t dtype, int32_t ndim, int64_t 
   return make(in, dtype, ndim, shape, 0);
 }
 
-/* Entry 0 of the first dimension. */
-static void drop_first(gdn_verify_tensor *t) {
-  if (t->ndim == 0) return;
-  t->ndim--;
-  memmove(t->shape, t->shape + 1, (MAX_DIMS - 1) * sizeof *t->shape);
-  memmove(t->stride, t->stride + 1, (MAX_DIMS - 1) * sizeof *t->stride);
-}
-
 static sizes draw_sizes(source *in, gdn_verify_params *p) {
   static const int64_t head_dims[] = {8, 1, 5, 32, 33, 64, 128, 300};
   sizes s;

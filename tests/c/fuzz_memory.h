@@ -226,6 +226,14 @@ static int is_empty(const gdn_verify_tensor *t) {
   return t->ndim == 0;
 }
 
+/* Entry 0 of the first dimension. */
+static void drop_first(gdn_verify_tensor *t) {
+  if (t->ndim == 0) return;
+  t->ndim--;
+  memmove(t->shape, t->shape + 1, (MAX_DIMS - 1) * sizeof *t->shape);
+  memmove(t->stride, t->stride + 1, (MAX_DIMS - 1) * sizeof *t->stride);
+}
+
 static int is_nan(const void *at, int32_t dtype) {
   uint32_t bits = 0;
   memcpy(&bits, at, dtype == GDN_VERIFY_FLOAT32 ? 4 : 2);
