@@ -67,6 +67,15 @@ static int first_fit(const gdn_verify_problem *p, int v, int from) {
   return -1;
 }
 
+/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more
+ * then work alone at the end. */
+static bool leaves_a_tail(const gdn_verify_problem *p) {
+  const int64_t groups = (p->num_tokens + 5) / 6, sms = 132, groups_per_sm = 9;
+  const int64_t blocks = p->n_seq * (p->d_inner / FAST_HEAD_DIM);
+  const int64_t wave = sms * (groups_per_sm / groups);
+  return blocks > wave && 2 * blocks <= 3 * wave;
+}
+
 /* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of 8192
  * channels and a token). Small calls want one token a thread, and where there are many tokens several
  * blocks for them; large ones more tokens a thread, and as many channels as still make whole 16-byte
@@ -76,12 +85,15 @@ static int choose_config(const gdn_verify_problem *p) {
   const bool few = p->num_tokens <= 8;
   const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
   Config best;
-  if (windows && p->state_dtype == GDN_VERIFY_FLOAT32)
+  if (windows && p->state_dtype == GDN_VERIFY_FLOAT32 && work <= 32)
     best = work < 4     ? Config{2, 1, 3}
-           : work > 32  ? Config{1, 6, 0}
            : few        ? Config{2, 1, 0}
            : work <= 24 ? Config{2, 1, 3}
                         : Config{1, 3, 0};
+  else if (windows && p->state_dtype == GDN_VERIFY_FLOAT32)
+    best = p->num_tokens < 4                        ? Config{2, 2, 0}
+           : p->num_tokens > 18 || leaves_a_tail(p) ? Config{1, 3, 1}
+                                                    : Config{1, 6, 0};
   else if (few)
     best = work <= 48               ? Config{4, 1, 0}
            : windows || work <= 128 ? Config{4, 2, 0}

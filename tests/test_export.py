@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,8 +84,25 @@ def test_exported_program(device: str, strict: bool) -> None:
     check(program.run_decompositions().module(), device)  # functionalised
 
 
+# A package of one addition. Under some installations of torch 2.11 its loading crashes on CUDA.
+TRIVIAL_PACKAGE = """
+import sys, torch
+class Add(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+program = torch.export.export(Add(), (torch.ones(4, device="cuda"),))
+package = torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+torch._inductor.aoti_load_package(package)
+"""
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_aot_inductor_package(device: str, tmp_path: Any) -> None:
+    if device == "cuda":
+        command = [sys.executable, "-c", TRIVIAL_PACKAGE, os.fspath(tmp_path / "trivial.pt2")]
+        status = subprocess.run(command, capture_output=True).returncode
+        if status < 0:
+            pytest.skip(f"torch itself dies of signal {-status} where it loads a package on CUDA")
     package = torch._inductor.aoti_compile_and_package(
         exported(device, strict=False), package_path=os.fspath(tmp_path / "layer.pt2")
     )
