@@ -1,14 +1,17 @@
 """`python -m gdn_verify`: equal bytes pass, any difference fails, and every command ends well."""
 
+import itertools
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from compare import difference
 
 from gdn_verify import check, compare, info, real_input, timing
 from gdn_verify.__main__ import main
+from gdn_verify.arrays import to_array
 from gdn_verify.models import MODELS
 
 MODEL = "toy-16"
@@ -153,8 +156,20 @@ def test_comparison_is_of_bytes():
     assert "1 of 2 elements, first at [1]: 0.0 instead of -0.0" in str(
         compare.first_difference(zero, minus_zero)
     )
-    nan = torch.full((3,), torch.nan, dtype=torch.bfloat16)
-    assert compare.first_difference(nan, nan.clone()) is None
+
+
+@pytest.mark.parametrize("bits", [torch.int16, torch.int32])
+def test_comparison_is_that_of_the_tests(bits):
+    """Of tensors and of arrays there are two, of one rule: only the payload of a NaN is free."""
+    info = torch.iinfo(bits)
+    values = [0, info.min, 1, 2, info.max, info.max - 1, -1, -2]  # +-0, denormals, NaN
+    pairs = list(itertools.product(torch.tensor(values, dtype=bits), repeat=2))
+    dtypes = (torch.float16, torch.bfloat16) if bits == torch.int16 else (torch.float32,)
+    for dtype, (a, b) in itertools.product(dtypes, pairs):
+        a, b = a.reshape(1).view(dtype), b.reshape(1).view(dtype)
+        same = bool(a.isnan()) if b.isnan() else torch.equal(a.view(bits), b.view(bits))
+        assert compare.same_bytes(a, b) == (compare.first_difference(a, b) is None) == same
+        assert (not difference(to_array(a), to_array(b))) == same
 
 
 def test_info(capsys):
