@@ -160,22 +160,6 @@ def allocate_snapshots(
     return conv_state.new_empty((n_seq, state_len - 1 + num_tokens, d_inner), device=device)
 
 
-_DEFAULTS = {
-    "bias": None,
-    "activation": "silu",
-    "conv_state_indices": None,
-    "pad_slot_id": -1,
-    "inter_indices": None,
-    "num_accepted_tokens": None,
-    "cu_seqlens": None,
-    "max_num_tokens": None,
-    "parent_index": None,
-    "update_state": True,
-    "config": -1,
-    "pdl": False,
-}
-
-
 def verify_conv(
     conv_state: Tensor | None,
     new_input: Tensor,
@@ -296,6 +280,9 @@ def verify_conv(
             raise
         raise GdnVerifyError(str(error)) from None
     return output, conv_state_inter
+
+
+_DEFAULTS = verify_conv.__kwdefaults__ or {}
 
 
 def history_windows(history: Tensor, S: int) -> Tensor:

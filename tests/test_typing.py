@@ -5,12 +5,16 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from cases import OPERATORS
 
 import gdn_verify
-from gdn_verify import _core
+from gdn_verify import _core, reference
 
 SNIPPET = """
 import numpy as np
@@ -62,7 +66,6 @@ supported(state, x, None, qk_channels=4, head_dim=4)  # type: ignore[arg-type]
 
 def test_a_users_strict_check(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    pytest.importorskip("torch")
     (tmp_path / "snippet.py").write_text(SNIPPET)
     cache = Path(__file__).parents[1] / ".mypy_cache"  # torch takes long the first time
     done = subprocess.run(
@@ -85,18 +88,45 @@ def test_the_stub_has_every_function() -> None:
     assert list(_core.build_info()) == re.findall(r"^    (\w+): \w+$", STUB, re.MULTILINE)
 
 
+def arguments_of(function: Callable[..., Any]) -> list[tuple[str, bool, Any]]:
+    """Name, whether it must be named, default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind == p.KEYWORD_ONLY, p.default) for p in parameters]
+
+
+def defined(name: str, source: str) -> Callable[..., Any]:
+    """A function whose defaults are literals and whose annotations may be anything."""
+    names: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{source}", names)
+    return names[name]
+
+
 @pytest.mark.parametrize("name", stub_functions())
 def test_the_stub_has_every_argument(name: str) -> None:
-    arguments = stub_functions()[name].args
-    written = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-    signature = getattr(_core, name).__doc__.partition("\n")[0]
-    assert re.findall(r"[(,] ?(\w+): ", signature) == written
-    keyword_only = signature.partition("*, ")[2]
-    assert re.findall(r"(?:^|, )(\w+): ", keyword_only) == [a.arg for a in arguments.kwonlyargs]
+    stub = defined(name, ast.unparse(stub_functions()[name]))
+    header = getattr(_core, name).__doc__.partition("\n")[0]
+    assert arguments_of(stub) == arguments_of(defined(name, f"def {header}: ..."))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_arguments_and_defaults_are_the_same_everywhere(name: str) -> None:
+    """In the schema for PyTorch, in the stub of the core, in the reference, in verify_conv."""
+    schema = getattr(torch.ops.gdn, name).default._schema.arguments
+    required = inspect.Parameter.empty
+    expected = [
+        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else required)
+        for a in schema
+    ]
+    assert arguments_of(defined(name, ast.unparse(stub_functions()[name]))) == expected
+    launch = ("config", "pdl")
+    plain = [each for each in expected if each[0] not in launch]
+    assert arguments_of(getattr(reference, name)) == plain
+    if name == "verify_fused_conv_kn_batched":
+        defaults = {argument: default for argument, _, default in expected if default != required}
+        assert defaults.items() <= gdn_verify.verify_conv.__kwdefaults__.items()
 
 
 def test_everything_public_is_documented() -> None:
-    pytest.importorskip("torch")
     for name in gdn_verify.__all__:
         thing = getattr(gdn_verify, name)
         assert inspect.getdoc(thing), name
