@@ -384,9 +384,13 @@ def test_layer_decodes(gdn, device, kind, dtype, bound, num_tokens):
     assert dtype == torch.bfloat16 or not all(map(torch.equal, found, expected))  # it was ours
 
 
-@pytest.mark.parametrize("case", ["prompt", "no cache", "gradients", "recording", "float64"])
+@pytest.mark.parametrize(
+    "case", ["prompt", "no cache", "gradients", "recording", "float64", "autocast"]
+)
 def test_layer_is_left_alone(gdn, monkeypatch, case):
-    layer, config = make_layer("qwen3_next", "cpu", torch.float64 if case == "float64" else None)
+    """Autocast: the projections are bfloat16 then, beside which the operator has no float16."""
+    dtypes = {"float64": torch.float64, "autocast": torch.float16}
+    layer, config = make_layer("qwen3_next", "cpu", dtypes.get(case))
     dtype = layer.out_proj.weight.dtype
     hidden = torch.randn(2, 6, 32).to(dtype)
 
@@ -396,9 +400,10 @@ def test_layer_is_left_alone(gdn, monkeypatch, case):
         if case == "prompt":
             cache = importlib.import_module("transformers").DynamicCache(config=config)
             return layer(hidden, cache)
-        cache = prompted(layer, config, hidden[:, :5], record=case == "recording")
-        with torch.set_grad_enabled(case == "gradients"):
-            output = layer(hidden[:, 5:], cache)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            cache = prompted(layer, config, hidden[:, :5], record=case == "recording")
+            with torch.set_grad_enabled(case == "gradients"):
+                output = layer(hidden[:, 5:], cache)
         assert output.requires_grad is (case == "gradients")
         return output.detach()
 
@@ -410,6 +415,35 @@ def test_layer_is_left_alone(gdn, monkeypatch, case):
 
     monkeypatch.setattr(gdn, "_decode", never)
     assert torch.equal(run(), expected)
+
+
+def test_layer_whose_weight_is_elsewhere(gdn, monkeypatch):
+    """Its own code calls the hooks that bring an offloaded weight back."""
+    layer, config = make_layer("qwen3_next", "cpu", torch.float32)
+    hidden = torch.randn(2, 6, 32)
+    cache = prompted(layer, config, hidden[:, :5])
+    monkeypatch.setattr(type(layer), "forward", lambda *args, **kwargs: "its own")
+    gdn.install()
+    with torch.no_grad():
+        assert isinstance(layer(hidden[:, 5:], cache), Tensor)
+        layer.conv1d.weight = torch.nn.Parameter(layer.conv1d.weight.to("meta"))
+        assert layer(hidden[:, 5:], cache) == "its own"
+    gdn.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_of_a_subclass(gdn, kind):
+    """As FSDP and parametrizations make them, in their own modules."""
+    layer, config = make_layer(kind, "cpu", torch.float32)
+    hidden = torch.randn(2, 6, 32)
+    gdn.install()
+    found = []
+    for layer_class in (type(layer), type("Sharded", (type(layer),), {"__module__": "elsewhere"})):
+        layer.__class__ = layer_class
+        cache = prompted(layer, config, hidden[:, :5])
+        with torch.no_grad():
+            found.append(layer(hidden[:, 5:], cache))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("rollback", ["accepted", "commit"])
@@ -442,6 +476,7 @@ def test_layer_verifies(gdn, device, rollback, accepted):
     with torch.no_grad():
         for n in accepted:
             cache._slots, cache._rows = slots, ints(device, *slots)
+            cache._positions = torch.empty(2, 4)
             wrong = torch.randn(2, 4, d_inner).to(device)
             wrong[:, :n] = rows[:, done : done + n]
             output = cache.convolve(0, wrong, **shape)
@@ -475,8 +510,52 @@ def test_cache_refuses(gdn):
     for tokens in (3, 5):
         with pytest.raises(ValueError, match="do not fit"):
             cache.verify(None, torch.zeros(1, tokens, dtype=torch.int64), [0])
-    with pytest.raises(ValueError, match="num_accepted must be 1 or more"):
+    with pytest.raises(ValueError, match="must be 1 or more"):
         cache.accept([1])
+
+
+def test_cache_refuses_what_it_would_mix_up(gdn):
+    """Slots that are not there or twice, other batches, counts beyond K, a verify without its
+    accept and an accept too many: each would go on with another sequence's past."""
+    layer, config = make_layer("qwen3_next", "cpu", torch.float32)
+    prompt, prompts = (prompted(layer, config, torch.randn(n, 5, 32)) for n in (1, 2))
+    prompt.get_seq_length = prompts.get_seq_length = lambda: 5  # which attention's layers tell
+    cache = gdn.SpeculativeCache(config, slots=2, num_tokens=3, max_length=20)
+
+    def call(tokens: Tensor, *_: Any) -> SimpleNamespace:
+        with torch.no_grad():
+            return SimpleNamespace(logits=layer(torch.randn(*tokens.shape, 32), cache))
+
+    class Model:
+        get_input_embeddings = staticmethod(lambda: layer.out_proj)
+        __call__ = staticmethod(call)
+
+    gdn.install()
+    model = Model()
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    for slots in ([0, 2], [-1, 0], [1, 1], []):
+        with pytest.raises(ValueError, match="different ones from 0 to 1"):
+            cache.verify(model, tokens, slots)
+    for wrong in (tokens[:1], tokens[0]):
+        with pytest.raises(ValueError, match="for the 2 slots"):
+            cache.verify(model, wrong, [0, 1])
+    cache.verify(model, tokens, [1, 0])
+    for accepted in ([1], [0, 1], [1, 3]):
+        with pytest.raises(ValueError, match="at most its 2 tokens, once"):
+            cache.accept(accepted)
+    with pytest.raises(ValueError, match=r"of \[0, 1\] the last"):
+        cache.verify(model, tokens[:1], [1])
+    cache.accept([2, 1])
+    with pytest.raises(ValueError, match="once"):
+        cache.accept([2, 1])
+    cache.verify(model, tokens, [0, 1])
+    cache.load(1, prompt)  # another sequence takes the slot
+    cache.verify(model, tokens[:1], [1])
+
+    with pytest.raises(ValueError, match="2 sequences"):
+        cache.load(0, prompts)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        cache.load(2, prompt)
 
 
 @pytest.mark.parametrize("case", ["transformers", "layers", "rule"])

@@ -8,7 +8,8 @@
 While it is installed, a layer with a cache that holds a past runs convolution, SiLU and the L2 norm
 of q and k in one launch, and its recurrence gets q and k normalised. Everything else, the prompt
 among it, is the layer's own code: no cache or an empty one, gradients, packed sequences, a cache
-that records its past, dtypes and activations that the operator does not have.
+that records its past, dtypes, devices and activations that the operator does not have, and weights
+that are elsewhere (offloaded ones).
 
 A model that is called with a `SpeculativeCache` verifies K tokens of each of several sequences at
 once, whatever their lengths, and the cache takes back what was not accepted. `transformers` knows
@@ -44,7 +45,8 @@ def install() -> list[str]:
     for layer_class in _layer_classes():
         if layer_class not in _originals:
             _originals[layer_class] = layer_class.forward
-            layer_class.forward = _patched(layer_class.forward)
+            modeling = sys.modules[layer_class.__module__]
+            layer_class.forward = _patched(layer_class.forward, modeling)
     return [layer_class.__name__ for layer_class in _originals]
 
 
@@ -82,7 +84,9 @@ def _layer_classes() -> list[Any]:
     return found
 
 
-def _patched(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patched(original: Callable[..., Tensor], modeling: ModuleType) -> Callable[..., Tensor]:
+    """`modeling` is the module of the class; a layer may be of a subclass from anywhere."""
+
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -94,9 +98,9 @@ def _patched(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if kwargs.get(name) is not None:
                 cache = kwargs.pop(name)
         if isinstance(cache, SpeculativeCache):
-            return _verify(self, hidden_states, cache)
+            return _verify(self, modeling, hidden_states, cache)
         if _can_decode(self, hidden_states, cache, kwargs):
-            return _decode(self, hidden_states, cache, attention_mask)
+            return _decode(self, modeling, hidden_states, cache, attention_mask)
         return original(self, hidden_states, cache, attention_mask, **kwargs)
 
     return forward
@@ -108,6 +112,7 @@ def _patched(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _can_decode(layer: Any, hidden_states: Tensor, cache: Any, options: dict[str, Any]) -> bool:
     return (
         cache is not None
+        and _can_convolve(layer.conv1d.weight, hidden_states)
         and cache.has_previous_state(layer.layer_idx)
         and not getattr(cache.layers[layer.layer_idx], "record_past", False)
         and options.get("cu_seq_lens_q") is None
@@ -118,9 +123,23 @@ def _can_decode(layer: Any, hidden_states: Tensor, cache: Any, options: dict[str
     )
 
 
-def _decode(layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None) -> Tensor:
+def _can_convolve(weight: Tensor, hidden_states: Tensor) -> bool:
+    device, dtype = hidden_states.device, hidden_states.dtype
+    if device.type not in ("cpu", "cuda") or weight.device != device:
+        return False
+    if torch.is_autocast_enabled(device.type):  # then the projections have another
+        dtype = torch.get_autocast_dtype(device.type)
+    return weight.dtype in (dtype, torch.float32)
+
+
+def _decode(
+    layer: Any,
+    modeling: Any,
+    hidden_states: Tensor,
+    cache: Any,
+    attention_mask: Tensor | None,
+) -> Tensor:
     """The next tokens, none of which will be taken back."""
-    modeling = _modeling(layer)
     hidden_states = modeling.apply_mask_to_padding_states(hidden_states, attention_mask)
     rows, z, b, a = _project(layer, hidden_states)
     states = cache.layers[layer.layer_idx]
@@ -138,21 +157,17 @@ def _decode(layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tenso
     return _finish(layer, output, z)
 
 
-def _verify(layer: Any, hidden_states: Tensor, cache: SpeculativeCache) -> Tensor:
+def _verify(layer: Any, modeling: Any, hidden_states: Tensor, cache: SpeculativeCache) -> Tensor:
     """The next K tokens of each sequence, some of which may be taken back."""
     rows, z, b, a = _project(layer, hidden_states)
     rows = cache.convolve(layer.layer_idx, rows, **_convolution(layer))
     output = cache.recur(
         layer.layer_idx,
-        _modeling(layer).torch_recurrent_gated_delta_rule,
+        modeling.torch_recurrent_gated_delta_rule,
         *_heads(layer, rows),
         **_gates(layer, b, a),
     )
     return _finish(layer, output, z)
-
-
-def _modeling(layer: Any) -> ModuleType:
-    return sys.modules[type(layer).__module__]
 
 
 def _project(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -204,7 +219,7 @@ class SpeculativeCache:
         cache = SpeculativeCache(model.config, slots=8, num_tokens=4, max_length=512, ...)
         cache.load(3, prompt_cache)                      # a DynamicCache after a prompt, batch 1
         logits = cache.verify(model, tokens, [3, 5])     # tokens [C, K], K up to num_tokens
-        cache.accept([1, 4])                             # how many of the K stay, 1 or more
+        cache.accept([1, 4])                             # how many of the K stay, 1 or more; once
 
     Nothing is copied when tokens are rejected:
 
@@ -236,6 +251,7 @@ class SpeculativeCache:
         self._lengths = [0] * slots
         self._accepted = torch.zeros(slots, dtype=torch.int32, device=device)
         self._slots: list[int] = []  # of the verify under way
+        self._pending: set[int] = set()  # slots verified, whose tokens nobody has accepted
         self._rows = self._positions = torch.empty(0, dtype=torch.int64, device=device)
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -272,7 +288,14 @@ class SpeculativeCache:
 
     def load(self, slot: int, cache: Any) -> None:
         """Takes over what a cache of `transformers` holds after the prompt of one sequence."""
-        length = cache.get_seq_length()
+        self._check_slots([slot])
+        length, batch = cache.get_seq_length(), len(_first_state(cache))
+        if batch != 1 or length > self.max_length:
+            raise ValueError(
+                f"the prompt's cache has {batch} sequences of {length} tokens, but it must have one"
+                f" of at most {self.max_length}"
+            )
+        self._pending.discard(slot)
         self._lengths[slot] = length
         self._accepted[slot] = 0  # start from the states, not from snapshots
         for layer, states in enumerate(cache.layers):
@@ -285,6 +308,16 @@ class SpeculativeCache:
 
     def verify(self, model: Any, tokens: Tensor, slots: Sequence[int]) -> Tensor:
         """Logits `[C, K, vocabulary]` of `tokens` `[C, K]`, which follow what slot i holds."""
+        self._check_slots(slots)
+        if tokens.dim() != 2 or len(tokens) != len(slots):
+            raise ValueError(
+                f"tokens is {list(tokens.shape)}, but it must be [C, K] for the {len(slots)} slots"
+            )
+        if not self._pending.isdisjoint(slots):
+            raise ValueError(
+                f"slots is {list(slots)}, but of {sorted(self._pending)} the last verify's tokens"
+                " were not accepted yet: their snapshots would be lost"
+            )
         num_tokens = tokens.shape[1]
         lengths = [self._lengths[slot] for slot in slots]
         if num_tokens > self.num_tokens or max(lengths) + num_tokens > self.max_length:
@@ -294,6 +327,7 @@ class SpeculativeCache:
             )
         device = self._accepted.device
         self._slots = list(slots)
+        self._pending.update(slots)
         self._rows = torch.tensor(self._slots, dtype=torch.int32, device=device)
         self._positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(
             num_tokens, device=device
@@ -309,9 +343,14 @@ class SpeculativeCache:
 
     def accept(self, num_accepted: Sequence[int]) -> None:
         """Keeps the first `num_accepted[i]` tokens of the last verify's sequence i."""
+        num_tokens = self._positions.shape[-1]
+        known = len(num_accepted) == len(self._slots) > 0
+        if not known or min(num_accepted) < 1 or max(num_accepted) > num_tokens:
+            raise ValueError(
+                f"num_accepted is {list(num_accepted)}, but it must be 1 or more for each sequence"
+                f" of the last verify and at most its {num_tokens} tokens, once"
+            )
         accepted = torch.tensor(num_accepted, dtype=torch.int32, device=self._accepted.device)
-        if len(num_accepted) != len(self._slots) or min(num_accepted) < 1:
-            raise ValueError("num_accepted must be 1 or more for each sequence of the last verify")
         self._accepted[self._rows] = accepted
         for slot, n in zip(self._slots, num_accepted, strict=True):
             self._lengths[slot] += n
@@ -324,6 +363,15 @@ class SpeculativeCache:
                 inter_indices=self._rows,
             )
             self.launches += 1
+        self._pending.difference_update(self._slots)
+        self._slots = []
+
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        n = len(self._lengths)
+        if not slots or len(set(slots)) < len(slots) or min(slots) < 0 or max(slots) >= n:
+            raise ValueError(
+                f"slots is {list(slots)}, but it must be different ones from 0 to {n - 1}"
+            )
 
     # ---- what the layers ask for ----
 
@@ -382,3 +430,9 @@ class SpeculativeCache:
             store[self._rows[:, None], :, self._positions] = new.transpose(1, 2)
             found.append(store[self._rows, :, :end])
         return found[0], found[1]
+
+
+def _first_state(cache: Any) -> Tensor:
+    """The keys or windows `[batch, ..]` of a prompt's first layer."""
+    states = cache.layers[0]
+    return states.conv_states[0] if hasattr(states, "conv_states") else states.keys
