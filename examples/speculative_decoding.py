@@ -303,15 +303,16 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def describe(name: str, result: Decoded, same: bool) -> str:
-    right, steps = sum(map(sum, result.accepted)), len(result.accepted)
+    right, drafted = sum(map(sum, result.accepted)), result.drafted
+    steps = len(result.accepted)  # none where the prompt's own token is the only one
     return (
         f"{name}:\n"
-        f"    tokens {'equal' if same else 'DIFFER'}; {right} of {result.drafted} drafts accepted "
-        f"({right / result.drafted:.0%}), {len(set(result.accepted))} patterns in {steps} steps\n"
+        f"    tokens {'equal' if same else 'DIFFER'}; {right} of {drafted} drafts accepted "
+        f"({right / max(1, drafted):.0%}), {len(set(result.accepted))} patterns in {steps} steps\n"
         f"    {result.launches} launches for the convolution, {result.launches_per_token} launches "
         f"and copies token by token: {result.launches_per_token - result.launches} saved\n"
         f"    {1e3 * result.seconds:.2f} ms a step, "
-        f"{sum(map(len, result.tokens)) / steps:.1f} tokens a step"
+        f"{sum(map(len, result.tokens)) / max(1, steps):.1f} tokens a step"
     )
 
 
@@ -322,11 +323,22 @@ def positive(text: str) -> int:
     return value
 
 
+def usable_device(text: str) -> str:
+    try:
+        torch.zeros(1, device=text).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from None
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=positive, default=3, metavar="C")
     parser.add_argument("--drafts", type=positive, default=3, metavar="K", help="a step")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--device", type=usable_device, default="cpu", help="cpu (default), cuda or cuda:N"
+    )
     parser.add_argument("--model", default="qwen3_next", choices=["qwen3_next", "qwen3_5"])
     parser.add_argument("--size", default="tiny", choices=SIZES, help="of the layers")
     parser.add_argument(

@@ -8,6 +8,8 @@ import sys
 
 from .models import DEFAULT_MODEL, MODELS
 
+MOST_NUMBERS = 10_000  # of a range
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; without one, says what there is. Returns the exit status."""
@@ -128,7 +130,10 @@ def _numbers(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part)
         if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]) < 2**31:
             raise argparse.ArgumentTypeError(f"{text!r} is not like 8, 1..8 or 1,2,4..8")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first >= MOST_NUMBERS:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST_NUMBERS} numbers")
+        found += range(first, last + 1)
     return list(dict.fromkeys(found))
 
 

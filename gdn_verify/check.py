@@ -260,7 +260,9 @@ def run(model: str, device: str, quick: bool, json_path: str | None) -> int:
     out = sys.stderr if json_path == "-" else sys.stdout
     try:
         devices = find_devices(device)
-    except RuntimeError as error:
+        if json_path not in (None, "-"):
+            open(json_path, "a").close()  # rather than after all the work
+    except (RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     report: dict[str, Any] = {

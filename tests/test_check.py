@@ -107,6 +107,18 @@ def test_failing_layer_fails(monkeypatch, capsys, small_grid):
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "_run_device", None)
+    assert main([*ARGUMENTS, "--json", str(tmp_path / "no folder" / "check.json")]) == 2
+    assert "no folder" in capsys.readouterr().err
+
+
+def test_a_range_that_nobody_means(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", "--sequences", "1..2147483647"])
+    assert "is more than 10000 numbers" in capsys.readouterr().err
+
+
 def test_json_on_stdout_is_only_json(small_grid, capsys):
     assert main([*ARGUMENTS, "--json", "-"]) == 0
     captured = capsys.readouterr()

@@ -26,7 +26,6 @@ from gdn_verify.integrations import transformers as gdn
 SCRIPT = Path(__file__).parents[1] / "examples" / "speculative_decoding.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="needs the examples of the source tree")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROLLBACKS = ["accepted", "commit"]
 NEW_TOKENS = 41  # what 16 patterns of two sequences take, and one
 
@@ -274,6 +273,19 @@ def test_script_says_what_is_missing(script, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert script.main([]) == 2
     assert "transformers" in capsys.readouterr().err
+
+
+def test_script_of_one_token(script, capsys):
+    """It comes with the prompt: there is nothing to draft."""
+    assert script.main(["--sequences", "1", "--new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.count("tokens equal; 0 of 0 drafts accepted (0%)") == 6
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99", "meta"])
+def test_script_says_where_it_cannot_run(script, capsys, device):
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--device", device])
+    assert f"'{device}' cannot be used here: " in capsys.readouterr().err
 
 
 def test_script_has_help(script, capsys):
