@@ -4,10 +4,12 @@
     python benchmarks/bench_verify.py --full              C 1..8, K 2..17 as well, in graphs, cold
     python benchmarks/bench_verify.py --targets           what the speed targets need, and a verdict
     python benchmarks/bench_verify.py --sweep             every launch configuration
+    python benchmarks/bench_verify.py --cpu               the CPU backend against memcpy
     python benchmarks/bench_verify.py --from a.json --compare b.json     measures nothing
 
 Options combine; what two of them need is measured once. --json FILE is written every ten seconds,
-so that an interrupted run leaves what it has. plot.py makes pictures and tables of it. Needs nvcc.
+so that an interrupted run leaves what it has. plot.py makes pictures and tables of it. All but
+--cpu need a GPU and nvcc.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all 128 points too")
     parser.add_argument("--targets", action="store_true", help="the speed targets, no more")
     parser.add_argument("--sweep", action="store_true", help="launch configurations, no more")
+    parser.add_argument("--cpu", action="store_true", help="the CPU backend, no more")
     parser.add_argument("--tuned", action="store_true", help="with what `gdn_verify tune` found")
     parser.add_argument("--json", metavar="FILE", help="write the result")
     parser.add_argument("--compare", metavar="OLD", help="print ratios to an older result")
@@ -142,6 +145,13 @@ def measure_sweep(result: dict[str, Any], shape: Any, points: list[tuple[int, in
             result["sweep"].append(measure.sweep(own.Point(shape, c, k, kind), False))
 
 
+def measure_cpu(shape: Any) -> list[dict[str, Any]]:
+    import contenders as own
+    import measure
+
+    return [measure.cpu_against_memcpy(own.Point(shape, 8, 17, kind)) for kind in TARGET_KINDS]
+
+
 def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     import contenders as own
     import floor
@@ -192,7 +202,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         measure_sweep(result, shape, SUBSET if args.targets else points)
     if args.targets:
         result["allocations"] = measure.allocations(own.Point(shape, 8, 17))
-        result["cpu"] = measure.cpu_against_memcpy(own.Point(shape, 64, 17))
+        result["cpu"] = measure_cpu(shape)
     result["machine"]["clocks_after"] = measure.clocks()
     return result
 
@@ -200,6 +210,11 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
+    if args.cpu:
+        from gdn_verify.models import MODELS
+
+        print("\n".join(map(report.show_cpu, measure_cpu(MODELS[args.model]))))
+        return 0
     if args.source:
         result = json.loads(Path(args.source).read_text(encoding="utf-8"))
     else:
@@ -209,8 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         if not torch.cuda.is_available() or not _core.build_info()["has_cuda"]:
             print(
-                "The benchmark needs a CUDA device and gdn_verify built with CUDA; on the CPU, "
-                "`python -m gdn_verify check --device cpu` times both paths.",
+                "The benchmark needs a CUDA device and gdn_verify built with CUDA. On the CPU, "
+                "--cpu compares with memcpy, `python -m gdn_verify check --device cpu` times both "
+                "paths.",
                 file=sys.stderr,
             )
             return 2  # fmt: skip

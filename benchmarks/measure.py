@@ -10,12 +10,15 @@ twice has it measured once. A row is what one entry gives, ready for JSON; timin
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ from contenders import (
 from gdn_verify import _core, timing
 
 COPY = "copy"  # the floor: read and write as many bytes
+CPU_COLD_BYTES = 300_000_000  # more than the caches of a CPU
 WAYS = ("graph_cold", "graph_warm", "eager")
 
 
@@ -163,29 +167,44 @@ def allocations(point: Point) -> int:
     return torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 
-def cpu_against_memcpy(point: Point, threads: int = 2, sets: int = 3) -> dict[str, Any]:
-    """The CPU backend and a copy by as many threads of as many bytes, past the caches."""
+def cpu_against_memcpy(point: Point, threads: int = 2, rounds: int = 7) -> dict[str, Any]:
+    """The CPU backend, and memcpy in as many threads of as many bytes, past the caches, in turn."""
+    sets = max(2, -(-CPU_COLD_BYTES // required_bytes(point)))
+    half = required_bytes(point) // 2
+    buffers = make_buffers(point, sets, "cpu")
+    blocks = torch.zeros(2 * sets, half, dtype=torch.uint8)
+    share = half // threads
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        buffers = make_buffers(point, sets, "cpu")
-        half = required_bytes(point) // 2
-        blocks = torch.zeros(2 * sets, half, dtype=torch.uint8)
 
-        def all_sets() -> None:
-            for each in buffers:
-                run_fused(each, point.shape)
+    def fused() -> None:
+        for each in buffers:
+            run_fused(each, point.shape)
 
-        def all_copies() -> None:
+    with ThreadPoolExecutor(threads) as pool:
+
+        def copied() -> None:
             for i in range(sets):
-                blocks[2 * i].copy_(blocks[2 * i + 1])
+                to, source = (blocks[2 * i + j].data_ptr() for j in range(2))
+                ends = [(to + at, source + at, share) for at in range(0, share * threads, share)]
+                list(pool.map(ctypes.memmove, *zip(*ends, strict=True)))
 
-        fused = timing.time_wall(all_sets).median_us / sets
-        copied = timing.time_wall(all_copies).median_us / sets
-    finally:
-        torch.set_num_threads(before)
-    return {"fused_us": fused, "memcpy_us": copied, "bytes": required_bytes(point),
-            "threads": threads, "cpu_level": _core.cpu_level()}  # fmt: skip
+        try:
+            samples = [(_seconds(fused), _seconds(copied)) for _ in range(1 + rounds)][1:]
+        finally:
+            torch.set_num_threads(before)
+    fused_us, memcpy_us = (
+        statistics.median(each) * 1e6 / sets for each in zip(*samples, strict=True)
+    )
+    return {"kind": point.kind, "c": point.c, "k": point.k, "fused_us": fused_us,
+            "memcpy_us": memcpy_us, "bytes": required_bytes(point), "threads": threads,
+            "cpu_level": _core.cpu_level()}  # fmt: skip
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 # ---- the machine ---------------------------------------------------------------------------------

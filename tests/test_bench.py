@@ -227,6 +227,22 @@ def test_targets_are_silent_without_figures(result):
     ]
 
 
+@pytest.mark.parametrize("kind", bench_verify.TARGET_KINDS)
+def test_cpu_against_memcpy(result, monkeypatch, kind):
+    monkeypatch.setattr(measure, "CPU_COLD_BYTES", 1)
+    threads = torch.get_num_threads()
+    cpu = measure.cpu_against_memcpy(own.Point(TOY, 2, 3, kind), rounds=1)
+    assert torch.get_num_threads() == threads
+    assert cpu["bytes"] == own.required_bytes(own.Point(TOY, 2, 3, kind))
+    assert min(cpu["fused_us"], cpu["memcpy_us"]) > 0
+    for ratio, met in ((1.49, True), (1.51, False)):
+        measured = result | {"cpu": [cpu | {"fused_us": ratio, "memcpy_us": 1.0}]}
+        (target,) = [each for each in report.evaluate(measured) if kind in each["target"]
+                     and "memcpy" in each["target"]]  # fmt: skip
+        assert (target["met"], target["figure"]) == (met, f"{ratio:.2f}")
+    assert f"{kind}, C 2 K 3" in report.show_cpu(cpu)
+
+
 def test_estimate_is_layers_times_difference(result):
     saved = report.estimate(result)
     times = report.grid_of(result, report.PER_TOKEN, own.WINDOWS)
