@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import Case, _map, _offset, buffer_of, default_case, normal
+from cases import Case, buffer_of, default_case, map_arrays, normal, offset_of
 from compare import assert_same
 
 from gdn_verify.arrays import to_array, to_tensor
@@ -107,7 +107,7 @@ def tensors(case: Case, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]
     def convert(x: np.ndarray) -> torch.Tensor:
         return to_tensor(x.copy()).to(device)
 
-    return [_map(convert, x) for x in case.args.values()], _map(convert, case.options)
+    return [map_arrays(convert, x) for x in case.args.values()], map_arrays(convert, case.options)
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor | np.ndarray, label: str = "") -> None:
@@ -123,7 +123,7 @@ class Mirror:
         self.case = case
         self.device = device
         self.buffers: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
-        self.given: dict[str, Any] = _map(self._view, {**case.args, **case.options})
+        self.given: dict[str, Any] = map_arrays(self._view, {**case.args, **case.options})
 
     def _view(self, x: np.ndarray) -> torch.Tensor:
         owner = buffer_of(x)
@@ -132,7 +132,7 @@ class Mirror:
             self.buffers[id(owner)] = owner, copy
         flat = self.buffers[id(owner)][1]
         return flat.as_strided(x.shape, [s // x.itemsize for s in x.strides],
-                               _offset(x) // x.itemsize)  # fmt: skip
+                               offset_of(x) // x.itemsize)  # fmt: skip
 
     def run(self, **options: Any) -> None:
         operator(self.case.op)(**{**self.given, **options})

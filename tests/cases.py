@@ -1,4 +1,4 @@
-"""Inputs for tests and benchmarks, and the implementations to run them on.
+"""Inputs for tests, and the implementations to run them on.
 
 A `Case` is one call: an operator's name, its arguments as NumPy arrays and its options. Arrays are
 views of larger buffers wherever an engine's are (projection rows, pools), and what lies around a
@@ -13,14 +13,16 @@ bfloat16 is np.uint16, as everywhere.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 from guards import GUARD, Guarded
 
-from gdn_verify import reference
+import gdn_verify.ops  # noqa: F401  registers the operators
+from gdn_verify import _core, reference
+from gdn_verify.arrays import to_tensor
 from gdn_verify.models import MODELS, Shape
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -49,10 +51,8 @@ ODD_SHAPES = {f"odd-{h}": Shape(3 * h + 7, 2 * h, h) for h in (1, 5, 33, 100, 12
 # ---- implementations ---------------------------------------------------------------------------
 
 
-def cpu_implementations() -> list[str]:
-    """All that run here without a GPU; torch only where it is installed."""
-    torch_found = importlib.util.find_spec("torch") is not None
-    return ["reference", "core", *(["torch"] if torch_found else [])]
+CPU_IMPLEMENTATIONS = ("reference", "core", "torch")
+BUILT = CPU_IMPLEMENTATIONS[1:]
 
 
 def call(implementation: str, op: str, *args: Any, **kwargs: Any) -> None:
@@ -60,39 +60,28 @@ def call(implementation: str, op: str, *args: Any, **kwargs: Any) -> None:
     if implementation == "reference":
         getattr(reference, op)(*args, **kwargs)
     elif implementation == "core":
-        from gdn_verify import _core
-
         getattr(_core, op)(*args, **kwargs)
     elif implementation == "torch":
-        from gdn_verify.arrays import to_tensor
-
-        _torch_op(op)(*_map(to_tensor, args), **_map(to_tensor, kwargs))
+        getattr(torch.ops.gdn, op)(*map_arrays(to_tensor, args), **map_arrays(to_tensor, kwargs))
     elif implementation == "cuda":
-        device = _OnDevice()
+        device = OnDevice()
+        there, options = map_arrays(device.tensor, args), map_arrays(device.tensor, kwargs)
         try:
-            _torch_op(op)(*_map(device.tensor, args), **_map(device.tensor, kwargs))
+            getattr(torch.ops.gdn, op)(*there, **options)
         finally:  # what a refused call wrote shows too
             device.copy_back()
     else:
         raise ValueError(implementation)
 
 
-def _torch_op(op: str) -> Callable[..., None]:
-    import torch
-
-    import gdn_verify.ops  # noqa: F401  registers the operators
-
-    return getattr(torch.ops.gdn, op)
-
-
-def _map(f: Callable[[np.ndarray], Any], x: Any) -> Any:
+def map_arrays(f: Callable[[np.ndarray], Any], x: Any) -> Any:
     """f on every array in x, which may be nested."""
     if isinstance(x, np.ndarray):
         return f(x)
     if isinstance(x, (list, tuple)):
-        return type(x)(_map(f, e) for e in x)
+        return type(x)(map_arrays(f, e) for e in x)
     if isinstance(x, dict):
-        return {name: _map(f, e) for name, e in x.items()}
+        return {name: map_arrays(f, e) for name, e in x.items()}
     return x
 
 
@@ -103,14 +92,14 @@ def buffer_of(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _offset(x: np.ndarray) -> int:
+def offset_of(x: np.ndarray) -> int:
     """Bytes from the start of x's buffer to its first element."""
     if x.size == 0:
         return 0
     return x.__array_interface__["data"][0] - buffer_of(x).__array_interface__["data"][0]
 
 
-class _OnDevice:
+class OnDevice:
     """Guarded buffers on the GPU; views of one buffer here are views of one buffer there.
 
     Nothing but copies between the host and the device: no kernel of torch is needed.
@@ -119,9 +108,7 @@ class _OnDevice:
     def __init__(self) -> None:
         self.buffers: dict[int, tuple[np.ndarray, Guarded, Any]] = {}
 
-    def tensor(self, x: np.ndarray) -> Any:
-        from gdn_verify.arrays import to_tensor
-
+    def tensor(self, x: np.ndarray) -> torch.Tensor:
         owner = buffer_of(x)
         assert owner.flags.c_contiguous
         assert owner.dtype == x.dtype
@@ -133,18 +120,14 @@ class _OnDevice:
         flat = middle.view(to_tensor(np.empty(0, x.dtype)).dtype)
         strides = [s // x.itemsize for s in x.strides]
         # as_strided counts from the start of the storage, which holds the guard too
-        start = (guarded.guard + _offset(x)) // x.itemsize
+        start = (guarded.guard + offset_of(x)) // x.itemsize
         return flat.as_strided(x.shape, strides, start)
 
-    def upload(self, owner: np.ndarray, whole: np.ndarray) -> Any:
+    def upload(self, owner: np.ndarray, whole: np.ndarray) -> torch.Tensor:
         """`whole`, the bytes of the buffer `owner` between its guards, as a tensor."""
-        import torch
-
         return torch.from_numpy(whole).cuda()
 
     def copy_back(self) -> None:
-        import torch
-
         torch.cuda.synchronize()
         for owner, guarded, whole in self.buffers.values():
             host = whole.cpu().numpy()
@@ -179,7 +162,7 @@ class Case:
                 return repr(x)
             if x.dtype == np.int32:
                 return repr(x)
-            return f"{x.dtype}{x.shape} strides {x.strides} at {_offset(x)}"
+            return f"{x.dtype}{x.shape} strides {x.strides} at {offset_of(x)}"
 
         rest = {**self.args, **self.options}.items()
         printer.text(f"{self!r} " + ", ".join(f"{name}={text(x)}" for name, x in rest))
@@ -204,9 +187,9 @@ class Case:
             buffer = copies[id(owner)].array
             if x.size == 0:  # has no address in its buffer
                 return np.ndarray(x.shape, x.dtype, buffer)
-            return np.ndarray(x.shape, x.dtype, buffer, _offset(x), x.strides)
+            return np.ndarray(x.shape, x.dtype, buffer, offset_of(x), x.strides)
 
-        args, options = _map(view, self.args), _map(view, self.options)
+        args, options = map_arrays(view, self.args), map_arrays(view, self.options)
         return Case(self.op, args, options, self.label, list(copies.values()))
 
     def verify_guards(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from cases import Case, buffer_of
 
 
-def _is_nan(x: np.ndarray) -> np.ndarray:
+def is_nan(x: np.ndarray) -> np.ndarray:
     if x.dtype == np.uint16:  # bfloat16
         return (x & 0x7FFF) > 0x7F80
     return np.isnan(x) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
@@ -20,7 +20,7 @@ def _differs(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     a, e = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
     unequal = a.view(bits) != e.view(bits)
     if unequal.any():
-        unequal &= ~(_is_nan(a) & _is_nan(e))
+        unequal &= ~(is_nan(a) & is_nan(e))
     return unequal
 
 

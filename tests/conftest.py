@@ -2,14 +2,15 @@
 
 `slow` tests run with --slow or -m slow, `large` ones with -m large, `gpu` tests where torch sees a
 CUDA device. A test with the argument `implementation` runs on the reference, the core, the torch
-operators on the CPU and on CUDA; with the argument `built` on all of these but the reference.
+operators on the CPU and on CUDA; with the argument `built` on all of these but the reference; with
+the argument `device` on "cpu" and "cuda".
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import cases
 import pytest
+import torch
 
 from gdn_verify import _core
 
@@ -18,18 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the exhaustive tests too")
 
 
-def _cuda_available() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = config.getoption("markexpr") or ""
     slow = config.getoption("--slow") or "slow" in asked
-    gpu = any(item.get_closest_marker("gpu") for item in items) and _cuda_available()
+    gpu = any(item.get_closest_marker("gpu") for item in items) and torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow or -m slow"))
@@ -37,6 +30,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="large: run alone, with -n 0 -m large"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before, nothing left for tests after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=_core.cpu_levels())
@@ -49,7 +55,7 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = cases.cpu_implementations()
+    names = cases.CPU_IMPLEMENTATIONS
     cuda = pytest.param("cuda", marks=pytest.mark.gpu)
     for fixture, values in (("implementation", names), ("built", names[1:])):
         own = [m.args[0] for m in metafunc.definition.iter_markers("parametrize")]

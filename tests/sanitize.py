@@ -22,8 +22,8 @@ import compare
 import numpy as np
 import torch
 from cases import Case
+from small_calls import single, update
 from test_options import commit_case, int32, wrong_index_cases
-from wrong_calls import single, update
 
 from gdn_verify import _core
 
@@ -77,7 +77,7 @@ def wrong() -> Iterator[Case]:
         yield case
 
 
-class Fresh(cases._OnDevice):
+class Fresh(cases.OnDevice):
     """Tensors on the GPU, those that a call only writes in memory that nobody wrote."""
 
     def __init__(self, case: Case) -> None:
@@ -98,8 +98,8 @@ class Fresh(cases._OnDevice):
 def run_fresh(case: Case, **options: Any) -> None:
     case = case.copy()
     device = Fresh(case)
-    args = cases._map(device.tensor, list(case.args.values()))
-    options = cases._map(device.tensor, {**case.options, **options})
+    args = cases.map_arrays(device.tensor, list(case.args.values()))
+    options = cases.map_arrays(device.tensor, {**case.options, **options})
     getattr(torch.ops.gdn, case.op)(*args, **options)
     torch.cuda.synchronize()
 

@@ -18,17 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from test_c_abi import LIBRARY, Params, Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch = pytest.importorskip("torch")
-
-from test_c_abi import LIBRARY, Params, Tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-import gdn_verify  # noqa: E402
-from gdn_verify import _core, ops, tuned  # noqa: E402
-from gdn_verify.__main__ import main  # noqa: E402
-from gdn_verify.autotune import bytes_touched, call_shapes, choose  # noqa: E402
-from gdn_verify.tuned import CallShape, Tuned  # noqa: E402
+import gdn_verify
+from gdn_verify import _core, ops, tuned
+from gdn_verify.__main__ import main
+from gdn_verify.autotune import bytes_touched, call_shapes, choose
+from gdn_verify.tuned import CallShape, Tuned
 
 autotune = sys.modules[
     "gdn_verify.autotune"

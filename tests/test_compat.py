@@ -22,10 +22,9 @@ D, W, QK, HEAD = 80, 4, 64, 32
 NORM = {"qk_channels": QK, "head_dim": HEAD}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(autouse=True)
+def seeded() -> None:
     torch.manual_seed(0)
-    return request.param
 
 
 def ints(device: str, *values: int) -> Tensor:

@@ -9,6 +9,7 @@ import cases
 import compare
 import numpy as np
 import pytest
+import torch
 
 from gdn_verify import _core
 
@@ -94,7 +95,6 @@ def test_large_snapshots(level, layout):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_flushing_of_denormals_is_ignored_and_restored(level):
-    torch = pytest.importorskip("torch")
     case = cases.make_case(2, 3, 64, 32, head_dim=32, activation="none", input_dtype="float32",
                            l2_eps=0.0)  # fmt: skip
     for name in ("new_input", "conv_state"):

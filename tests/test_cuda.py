@@ -115,7 +115,7 @@ def assert_guards_untouched(done: cases.Case, before: cases.Case) -> None:
         mark = np.zeros(cases.buffer_of(x).shape, bool)
         itemsize = x.itemsize
         inside = np.ndarray(
-            x.shape, bool, mark, cases._offset(x) // itemsize, [s // itemsize for s in x.strides]
+            x.shape, bool, mark, cases.offset_of(x) // itemsize, [s // itemsize for s in x.strides]
         )
         inside[...] = True
         compare.assert_same(

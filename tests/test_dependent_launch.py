@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from calls import BASE, Mirror, batched, change, equal  # noqa: E402
-from cases import PAD, make_case  # noqa: E402
-from test_graphs import device_of, each_mode, repeated  # noqa: E402
+import torch
+from calls import BASE, Mirror, batched, change, equal
+from cases import PAD, make_case
+from test_graphs import device_of, each_mode, repeated
 
 
 def idle(kind: str, device: str) -> Callable[[], None]:

@@ -19,15 +19,13 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import gdn_verify.ops  # noqa: E402, F401
-from gdn_verify import _core  # noqa: E402
-from gdn_verify.arrays import to_tensor  # noqa: E402
+import gdn_verify.ops  # noqa: F401
+from gdn_verify import _core
+from gdn_verify.arrays import to_tensor
 
 TESTS = Path(__file__).parent
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIGS = range(-1, _core.build_info()["num_configs"])
 REPEATS = {"cpu": 20, "cuda": 200}
 
@@ -61,10 +59,10 @@ class Call:
         def tensor(x: np.ndarray) -> torch.Tensor:
             strides = [stride // x.itemsize for stride in x.strides]
             flat = self.now[id(cases.buffer_of(x))]
-            return flat.as_strided(x.shape, strides, cases._offset(x) // x.itemsize)
+            return flat.as_strided(x.shape, strides, cases.offset_of(x) // x.itemsize)
 
-        self.args = cases._map(tensor, list(case.args.values()))
-        self.options = cases._map(tensor, case.options)
+        self.args = cases.map_arrays(tensor, list(case.args.values()))
+        self.options = cases.map_arrays(tensor, case.options)
         written = ("conv_state", "output", "conv_state_inter")
         self.written = {id(cases.buffer_of(case.args[n])) for n in written if n in case.arrays()}
 
@@ -97,13 +95,11 @@ def repeat(name: str, device: str, repeats: int, between: Callable[[], None] = l
     return int(total)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_configuration_repeated(name: str, device: str) -> None:
     assert repeat(name, device, REPEATS[device]) == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["windows", "history, rollback"])
 def test_permuted_batches(name: str, device: str) -> None:
     """The sequences in any order have the same rows, in the order of the batch."""
@@ -149,7 +145,6 @@ def test_beside_other_work_on_the_device(name: str) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_from_several_threads(device: str) -> None:
     """Each thread its own call, on CUDA its own stream."""
     found: list[int] = []
@@ -215,7 +210,6 @@ def output(process: subprocess.Popen[str]) -> str:
 DIGEST = "import test_determinism as t; print(t.digest({!r}, {}))"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_two_processes_at_once(device: str) -> None:
     implementation, repeats = ("cuda", 30) if device == "cuda" else ("torch", 2)
     processes = [start(DIGEST.format(implementation, repeats)) for _ in range(2)]

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo.testing
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("torch._dynamo.testing")
-
-from gdn_verify import history_windows, verify_conv  # noqa: E402
+from gdn_verify import history_windows, verify_conv
 
 D, QK, HEAD, W, SLOTS = 96, 64, 16, 4, 19
 HEADS: dict[str, Any] = {"qk_channels": QK, "head_dim": HEAD}
 SIZES = ((3, 5), (1, 1), (7, 17), (2, 9))  # n_seq, K
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Inputs = tuple[torch.Tensor, ...]
 
 
@@ -72,7 +70,6 @@ def exported(device: str, strict: bool) -> Any:
     return torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=strict)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_program(device: str, strict: bool) -> None:
     program = exported(device, strict)
@@ -96,7 +93,6 @@ torch._inductor.aoti_load_package(package)
 """
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_aot_inductor_package(device: str, tmp_path: Any) -> None:
     if device == "cuda":
         command = [sys.executable, "-c", TRIVIAL_PACKAGE, os.fspath(tmp_path / "trivial.pt2")]
@@ -109,9 +105,8 @@ def test_aot_inductor_package(device: str, tmp_path: Any) -> None:
     check(torch._inductor.aoti_load_package(package), device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_sizes_and_values_compile_nothing_again(device: str) -> None:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Layer().to(device), fullgraph=True, backend=counter)
     compiled(*draw(3, 5, device))
@@ -124,13 +119,11 @@ def test_sizes_and_values_compile_nothing_again(device: str) -> None:
     after_all = counter.frame_count
     check(compiled, device)
     assert counter.frame_count == after_all
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_compiles_once_for_all_sizes(device: str) -> None:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     layer = Layer().to(device)
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
@@ -138,10 +131,8 @@ def test_inductor_compiles_once_for_all_sizes(device: str) -> None:
     after_one = counter.frame_count
     check(compiled, device, [size for size in SIZES if 1 not in size])
     assert counter.frame_count == after_one
-    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_autocast_leaves_it_alone(device: str, dtype: torch.dtype) -> None:
     state, x, _ = (t.to(dtype) if t.is_floating_point() else t for t in draw(3, 5, device))

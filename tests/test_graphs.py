@@ -15,16 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from calls import BASE, CALLS, HEADS, Mirror, batched, change, commit, equal
+from cases import PAD, Case, default_case, make_case, map_arrays, normal
 
-torch = pytest.importorskip("torch")
+from gdn_verify import _core, tuned, verify_conv
+from gdn_verify.arrays import to_tensor
 
-from calls import BASE, CALLS, HEADS, Mirror, batched, change, commit, equal  # noqa: E402
-from cases import PAD, Case, _map, default_case, make_case, normal  # noqa: E402
-
-from gdn_verify import _core, tuned, verify_conv  # noqa: E402
-from gdn_verify.arrays import to_tensor  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = ["cpu", *(pytest.param(mode, marks=pytest.mark.gpu) for mode in ("eager", "graph"))]
 """On the CPU, on CUDA, and on CUDA in a graph that is captured once."""
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -166,7 +163,7 @@ def test_empty_calls_launch_nothing() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_step_of_48_layers_is_49_kernels(pdl: bool) -> None:
-    model = _map(lambda x: to_tensor(np.ascontiguousarray(x)).cuda(), draw_model(2, 3))
+    model = map_arrays(lambda x: to_tensor(np.ascontiguousarray(x)).cuda(), draw_model(2, 3))
     assert nodes_of(lambda: decode(torch.ops.gdn, model, pdl)) == [0] * (LAYERS + 1)
 
 
@@ -311,7 +308,7 @@ def test_48_layers(pdl: bool, mode: str) -> None:
     n_seq, num_tokens = 4, 3
     model = draw_model(n_seq, num_tokens)
     device = device_of(mode)
-    theirs = _map(lambda x: to_tensor(np.ascontiguousarray(x).copy()).to(device), model)
+    theirs = map_arrays(lambda x: to_tensor(np.ascontiguousarray(x).copy()).to(device), model)
     step = repeated(mode, lambda: decode(torch.ops.gdn, theirs, pdl))
     rng = np.random.default_rng(3)
     for i in range(4):

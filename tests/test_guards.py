@@ -34,7 +34,7 @@ def test_guards_are_nan_in_every_dtype():
     for dtype in (np.float32, np.float16):
         assert np.isnan(np.frombuffer(cases.Guarded(np.zeros(1)).whole[:4096], dtype)).all()
     halves = np.frombuffer(cases.Guarded(np.zeros(1)).whole[:4096], np.uint16)
-    assert compare._is_nan(halves).all()  # bfloat16
+    assert compare.is_nan(halves).all()  # bfloat16
     assert (halves.view(np.int32) < 0).all()
 
 
@@ -42,7 +42,7 @@ def test_guards_are_nan_in_every_dtype():
 @pytest.mark.parametrize("elements", [-1, 0])
 def test_a_write_beside_a_buffer_on_cuda_shows(elements):
     case = cases.make_case(3, 4)
-    device = cases._OnDevice()
+    device = cases.OnDevice()
     tensor = device.tensor(case.args["output"])
     start = tensor.storage_offset() + (tensor.numel() if elements == 0 else elements)
     tensor.as_strided((1,), (1,), start).fill_(1.0)

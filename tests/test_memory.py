@@ -12,7 +12,12 @@ import cases
 import compare
 import numpy as np
 import pytest
-from wrong_calls import view
+import torch
+from small_calls import view
+
+import gdn_verify.ops  # noqa: F401
+from gdn_verify.arrays import to_tensor
+from gdn_verify.compare import first_difference
 
 KINDS = {
     "windows": {},
@@ -70,17 +75,12 @@ def _outside(x: np.ndarray) -> np.ndarray:
     """Which elements of its buffer are none of x."""
     outside = np.ones(cases.buffer_of(x).shape, bool)
     strides = tuple(stride // x.itemsize for stride in x.strides)
-    np.ndarray(x.shape, bool, outside, cases._offset(x) // x.itemsize, strides)[...] = False
+    np.ndarray(x.shape, bool, outside, cases.offset_of(x) // x.itemsize, strides)[...] = False
     return outside
 
 
 # ---- beyond 2^31 and 2^32 elements ---------------------------------------------------------------
 
-torch = pytest.importorskip("torch")
-
-import gdn_verify.ops  # noqa: E402, F401
-from gdn_verify.arrays import to_tensor  # noqa: E402
-from gdn_verify.compare import first_difference  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])]
 BEYOND = 2**32 + 2**20  # elements

@@ -385,7 +385,7 @@ def wrong_index_cases():
 
 
 @pytest.mark.parametrize("case", list(wrong_index_cases()))
-@pytest.mark.parametrize("implementation", cases.cpu_implementations()[1:])
+@pytest.mark.parametrize("implementation", cases.BUILT)
 def test_wrong_index_values_raise_and_nothing_is_written(implementation, case):
     before = case.copy()
     with pytest.raises(IndexError if implementation == "core" else RuntimeError):

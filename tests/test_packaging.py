@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,7 +81,6 @@ def test_no_torch_names_the_command(setup_py, monkeypatch, tmp_path):
 
 
 def test_torch_is_found_behind_build_isolation(setup_py, monkeypatch):
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(setup_py, "find_spec", lambda name: None)  # as in an isolated build
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     found = setup_py.find_torch()

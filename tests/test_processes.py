@@ -12,13 +12,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import gdn_verify  # noqa: E402
-from gdn_verify import supported, verify_conv  # noqa: E402
-from gdn_verify.support import runs_on  # noqa: E402
-from gdn_verify.tuned import CallShape, Tuned  # noqa: E402
+import gdn_verify
+from gdn_verify import supported, verify_conv
+from gdn_verify.support import runs_on
+from gdn_verify.tuned import CallShape, Tuned
 
 CALL = """
     import torch, gdn_verify

@@ -20,7 +20,7 @@ import pytest
 from cases import Case
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from wrong_calls import commit, ragged, single, stateless, update, view
+from small_calls import commit, ragged, single, stateless, update, view
 
 BATCHED = "verify_fused_conv_kn_batched"
 DTYPES = (np.float32, np.float16, np.uint16, np.int32, np.int64, np.float64, np.int8)

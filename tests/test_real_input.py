@@ -8,7 +8,6 @@ from gdn_verify import real_input
 pytest.importorskip("transformers")
 
 DTYPES = [torch.bfloat16, torch.float32]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,6 @@ def run():
     return real_input.run_layer("tiny", n_seq=4, num_tokens=6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 24])
 def test_tiny_layer(device, dtype, prompt_tokens):
@@ -26,7 +24,6 @@ def test_tiny_layer(device, dtype, prompt_tokens):
     assert comparison.ok, comparison
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_full_width_layer(device, dtype):
     run = real_input.run_layer("full", dtype=dtype, device=device)

@@ -14,16 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from calls import BASE, CALLS, Mirror, batched, change, commit, equal, update
+from cases import Case, make_case
 
-torch = pytest.importorskip("torch")
+import gdn_verify
+from gdn_verify import tuned, verify_conv
 
-from calls import BASE, CALLS, Mirror, batched, change, commit, equal, update  # noqa: E402
-from cases import Case, make_case  # noqa: E402
-
-import gdn_verify  # noqa: E402
-from gdn_verify import tuned, verify_conv  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MILLISECOND = 2_000_000  # cycles, more or less
 
 MAIN = """
@@ -178,7 +175,6 @@ def check_wrapper_and_errors(mirror: Mirror, expected: Case) -> None:
         torch.ops.gdn.verify_fused_conv_kn_batched(**{**given, "qk_channels": wrong})
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_eight_threads(device: str) -> None:
     eight_threads(device, load=False)
 

@@ -9,16 +9,15 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
+import torch
 from cases import Case, buffer_of
+from small_calls import batched
 from test_validation import LEGAL
 from wrong_arguments import ARGUMENTS
-from wrong_calls import batched
 
-torch = pytest.importorskip("torch")
-
-from gdn_verify import GdnVerifyError, Supported, support, supported, verify_conv  # noqa: E402
-from gdn_verify.arrays import to_tensor  # noqa: E402
-from gdn_verify.support import runs_on  # noqa: E402
+from gdn_verify import GdnVerifyError, Supported, support, supported, verify_conv
+from gdn_verify.arrays import to_tensor
+from gdn_verify.support import runs_on
 
 TABLE = [(build, text) for rule in ARGUMENTS for build, text in rule.rows
          if build().op == "verify_fused_conv_kn_batched"]  # fmt: skip
@@ -39,9 +38,9 @@ def keywords(case: Case, device: str = "cpu") -> dict[str, Any]:
             buffers[id(owner)] = to_tensor(owner.copy().reshape(-1)).to(device)
         flat = buffers[id(owner)]
         strides = [s // x.itemsize for s in x.strides]
-        return flat.as_strided(x.shape, strides, cases._offset(x) // x.itemsize)
+        return flat.as_strided(x.shape, strides, cases.offset_of(x) // x.itemsize)
 
-    return cases._map(tensor, {**case.args, **case.options})
+    return cases.map_arrays(tensor, {**case.args, **case.options})
 
 
 @pytest.mark.parametrize("number", range(len(ALL)))

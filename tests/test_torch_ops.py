@@ -14,22 +14,17 @@ import textwrap
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo.testing
+from calls import BASE, CALLS, HEADS, batched, commit, equal, operator, tensors
+from cases import make_case, run
+from compare import assert_same_case
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("torch._dynamo.testing")
+import gdn_verify
+from gdn_verify import history_windows, reference, verify_conv
+from gdn_verify.arrays import to_array
 
-from calls import BASE, CALLS, HEADS, batched, commit, equal, operator, tensors  # noqa: E402
-from cases import make_case, run  # noqa: E402
-from compare import assert_same_case  # noqa: E402
-
-import gdn_verify  # noqa: E402
-from gdn_verify import history_windows, reference, verify_conv  # noqa: E402
-from gdn_verify.arrays import to_array  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IMPLEMENTATION = {"cpu": "torch", "cuda": "cuda"}
-
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 # ---- one call of each operator -----------------------------------------------------------------
@@ -55,14 +50,12 @@ def test_schema(op: str, written: set[str]) -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gdn::{op}", key)
 
 
-@on_each_device
 @each_call
 def test_equals_the_reference(name: str, device: str) -> None:
     case = CALLS[name]()
     assert_same_case(run(IMPLEMENTATION[device], case), run("reference", case), name)
 
 
-@on_each_device
 @each_call
 def test_opcheck(name: str, device: str) -> None:
     case = CALLS[name]()
@@ -71,13 +64,6 @@ def test_opcheck(name: str, device: str) -> None:
 
 
 # ---- torch.compile, capture, inference mode ----------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compare_compiled(function: Any, device: str, backend: str, dynamic: bool | None) -> None:
@@ -121,7 +107,6 @@ def operate_twice(
     return first, history_windows(history, 4) + 1, second, windows
 
 
-@on_each_device
 @pytest.mark.parametrize("function", [operate_on_a_view, operate_twice])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -129,7 +114,6 @@ def test_compiled_graph_keeps_the_mutation(device: str, function: Any, dynamic: 
     compare_compiled(function, device, "aot_eager", dynamic)
 
 
-@on_each_device
 @pytest.mark.parametrize(
     "function", [operate_on_a_view, pytest.param(operate_twice, marks=pytest.mark.slow)]
 )
@@ -188,7 +172,6 @@ def test_graph_learns_max_num_tokens_when_it_runs() -> None:
     equal(args[0], expected.args["conv_state"])
 
 
-@on_each_device
 def test_inference_mode(device: str) -> None:
     case = batched()
     expected = run("reference", case)
@@ -220,7 +203,6 @@ def test_graph_capture_on_a_side_stream() -> None:
 # ---- views and empty batches -------------------------------------------------------------------
 
 
-@on_each_device
 def test_slot_view_of_a_pool(device: str) -> None:
     case = batched()
     expected = run("reference", case)
@@ -234,7 +216,6 @@ def test_slot_view_of_a_pool(device: str) -> None:
     assert pool[:, 1:].isnan().all()
 
 
-@on_each_device
 @pytest.mark.parametrize(("n_seq", "num_tokens"), [(0, 4), (3, 0)])
 def test_empty_batch(device: str, n_seq: int, num_tokens: int) -> None:
     args, _ = tensors(batched(), device)
@@ -290,7 +271,6 @@ def test_a_call_leaks_nothing() -> None:
 # ---- the wrapper -------------------------------------------------------------------------------
 
 
-@on_each_device
 @pytest.mark.parametrize("snapshots", ["windows", "history", "none"])
 @pytest.mark.parametrize("state", ["W", "W-1"])
 def test_wrapper_allocates(device: str, snapshots: str, state: str) -> None:
@@ -308,7 +288,6 @@ def test_wrapper_allocates(device: str, snapshots: str, state: str) -> None:
         equal(inter, expected.args["conv_state_inter"])
 
 
-@on_each_device
 def test_wrapper_allocates_for_ragged_batches(device: str) -> None:
     case = batched(ragged="max_num_tokens")
     expected = run("reference", case)
@@ -393,7 +372,6 @@ def test_history_windows(state_len: int) -> None:
 # ---- errors ------------------------------------------------------------------------------------
 
 
-@on_each_device
 @pytest.mark.parametrize(
     ("argument", "value"),
     [

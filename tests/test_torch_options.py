@@ -11,17 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch._dynamo.testing
+from calls import CALLS, HEADS, Mirror, batched, commit, operator, single, update
+from cases import FACTORS, Case, covering_array, legal, make_case
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("torch._dynamo.testing")
-
-from calls import CALLS, HEADS, Mirror, batched, commit, operator, single, update  # noqa: E402
-from cases import FACTORS, Case, covering_array, legal, make_case  # noqa: E402
-
-from gdn_verify import GdnVerifyError, supported, verify_conv  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+from gdn_verify import GdnVerifyError, supported, verify_conv
 
 # What changes which tensors a call has, which it writes, and how they lie.
 CHOSEN = {
@@ -57,7 +52,6 @@ ALL = [*pairs_of_options(), *more_of_the_others()]
 each_case = pytest.mark.parametrize("index", range(len(ALL)))
 
 
-@on_each_device
 @each_case
 def test_opcheck(index: int, device: str) -> None:
     case = ALL[index].copy()
@@ -69,13 +63,6 @@ def test_opcheck(index: int, device: str) -> None:
 
 
 # ---- torch.compile -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def check_compiled(cases: list[Case], device: str, **how: Any) -> None:
@@ -93,7 +80,6 @@ def check_compiled(cases: list[Case], device: str, **how: Any) -> None:
         mirror.assert_same(f"compiled {case!r}")
 
 
-@on_each_device
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -101,14 +87,12 @@ def test_every_call_compiles(name: str, backend: str, device: str) -> None:
     check_compiled([CALLS[name]()], device, backend=backend)
 
 
-@on_each_device
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_many_calls_with_options_in_one_graph(part: int, device: str) -> None:
     check_compiled(ALL[part::4], device, backend="aot_eager")
 
 
-@on_each_device
 @pytest.mark.parametrize("op", ["verify_fused_conv_kn", "conv1d_update_l2norm"])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_smaller_operators_compile_nothing_again(op: str, device: str) -> None:
@@ -183,7 +167,6 @@ def test_an_argument_that_requires_grad_is_refused(name: str) -> None:
             assert inter.requires_grad == (name == "conv_state_inter")
 
 
-@on_each_device
 def test_raw_operators_write_what_requires_no_grad(device: str) -> None:
     """No graph is recorded, whatever the inputs ask for."""
     for name in ("batched", "single", "update"):

@@ -18,10 +18,10 @@ import cases
 import compare
 import numpy as np
 import pytest
+import torch
 import wrong_input
 from cases import Case
-from wrong_arguments import ARGUMENTS, Rule
-from wrong_calls import (
+from small_calls import (
     BF16,
     F32,
     I32,
@@ -46,6 +46,7 @@ from wrong_calls import (
     view,
     weight_in_state,
 )
+from wrong_arguments import ARGUMENTS, Rule
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -74,7 +75,7 @@ def test_wrong_arguments(built, build, text):
 
 
 @pytest.mark.parametrize(("build", "text"), rows(*wrong_input.INDEX_VALUES))
-@pytest.mark.parametrize("implementation", cases.cpu_implementations()[1:])
+@pytest.mark.parametrize("implementation", cases.BUILT)
 def test_wrong_index_values(implementation, build, text):
     case = build()
     mine = case.copy()
@@ -125,13 +126,12 @@ def test_wrong_index_values_on_cuda_where_they_are_checked():
 
 @pytest.mark.parametrize(("build", "text"), rows(wrong_input.DEVICES))
 def test_devices(build, text):
-    torch = pytest.importorskip("torch")
     import gdn_verify.ops  # noqa: F401
     from gdn_verify.arrays import to_tensor
 
     case = build()
     moved = text.partition(" ")[0]
-    tensors = cases._map(to_tensor, {**case.args, **case.options})
+    tensors = cases.map_arrays(to_tensor, {**case.args, **case.options})
     there = tensors[moved]
     tensors[moved] = [x.to("meta") for x in there] if isinstance(there, list) else there.to("meta")
     mine = [tensors.pop(name) for name in case.args]
@@ -180,7 +180,7 @@ def test_the_documentation_is_current():
 
 @pytest.mark.parametrize("name", ["conv_state_indices", "inter_indices", "num_accepted_tokens"])
 @pytest.mark.parametrize("of", ["output", "conv_state", "conv_state_inter"])
-@pytest.mark.parametrize("implementation", cases.cpu_implementations()[1:])
+@pytest.mark.parametrize("implementation", cases.BUILT)
 def test_an_index_tensor_in_written_memory(implementation, name, of):
     case = batched(output=new(N, K, D))
     written = case.args[of] = np.zeros(case.args[of].shape, F32)

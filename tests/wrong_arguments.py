@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from cases import Case
-from wrong_calls import (
+from small_calls import (
     BF16,
     F16,
     F32,

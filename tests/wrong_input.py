@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import Case
-from wrong_arguments import ARGUMENTS, Rule
-from wrong_calls import (
+from small_calls import (
     BF16,
     F32,
     TREE,
@@ -30,6 +29,7 @@ from wrong_calls import (
     stateless,
     update,
 )
+from wrong_arguments import ARGUMENTS, Rule
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "wrong-input.md"
 LEAST, MOST = -(2**31), 2**31 - 1

@@ -1,5 +1,5 @@
-"""Small legal calls that take any change, and those that share memory: what wrong arguments and
-legal ones that look like them are made of."""
+"""Small legal calls that take any change, and those that share memory: what wrong calls and legal
+ones that look like them are made of."""
 
 from __future__ import annotations
 
