@@ -401,42 +401,10 @@ def test_the_sentences_of_the_core_arrive(device: str, argument: str, value: Any
     equal(given["conv_state"], before)
 
 
-def test_index_values_are_checked_on_the_cpu() -> None:
-    args, _ = tensors(batched())
-    slots = torch.tensor([0, 7, 1], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="conv_state_indices"):
-        torch.ops.gdn.verify_fused_conv_kn_batched(*args, conv_state_indices=slots)
-
-
-def test_max_num_tokens_is_not_negative() -> None:
-    args, options = tensors(batched(ragged="max_num_tokens"))
-    options["max_num_tokens"] = -3  # what the core takes for an absent one
-    with pytest.raises(RuntimeError, match="max_num_tokens is -3, but it must not be negative"):
-        torch.ops.gdn.verify_fused_conv_kn_batched(*args, **options)
-
-
-def test_activation_is_checked() -> None:
-    args, _ = tensors(batched())
-    with pytest.raises(RuntimeError, match=r'^activation is "relu", but it must be "silu" or'):
-        torch.ops.gdn.verify_fused_conv_kn_batched(*args, activation="relu")
-
-
 def test_lists_of_a_commit_have_one_length() -> None:
     args, _ = tensors(commit())
     with pytest.raises(RuntimeError, match=r"^snapshots has 2 layers, but conv_states has 3"):
         torch.ops.gdn.commit_conv_state(args[0], args[1][:2], args[2])
-
-
-@pytest.mark.parametrize("name", ["batched", "single", "update", "commit"])
-def test_meta_tensors_do_not_mix(name: str) -> None:
-    case = CALLS[name]()
-    args, options = tensors(case)
-    first = args[1].device if name != "commit" else args[2].device
-    index = list(case.args).index("snapshots" if name == "commit" else "weight")
-    args[index] = [x.to("meta") for x in args[1]] if name == "commit" else args[index].to("meta")
-    wrong = list(case.args)[index]
-    with pytest.raises(RuntimeError, match=f"^{wrong} is on meta, but .* is on {first}"):
-        operator(case.op)(*args, **options)
 
 
 @pytest.mark.gpu
