@@ -131,6 +131,8 @@ class Mirror:
             copy = to_tensor(owner.copy().reshape(-1)).to(self.device)
             self.buffers[id(owner)] = owner, copy
         flat = self.buffers[id(owner)][1]
+        if x.size == 0:  # its strides mean nothing to NumPy
+            return flat.new_empty(x.shape)
         return flat.as_strided(x.shape, [s // x.itemsize for s in x.strides],
                                offset_of(x) // x.itemsize)  # fmt: skip
 

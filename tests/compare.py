@@ -6,7 +6,7 @@ Also the error of an exponential in units of the last place.
 from __future__ import annotations
 
 import numpy as np
-from cases import Case, buffer_of
+from cases import Case, buffer_of, offset_of
 
 
 def is_nan(x: np.ndarray) -> np.ndarray:
@@ -60,6 +60,18 @@ def assert_same_case(actual: Case, expected: Case, label: str = "") -> None:
         assert_same(x, theirs[name], f"{label} {name}")
     for name, x in actual.arrays().items():
         assert_same(buffer_of(x), buffer_of(theirs[name]), f"{label} buffer behind {name}")
+
+
+def assert_same_around(actual: Case, expected: Case) -> None:
+    """What lies in the buffers around the views, of which nothing may be written."""
+    theirs = expected.arrays()
+    for name, x in actual.arrays().items():
+        outside = np.ones(buffer_of(x).shape, bool)
+        if x.size:
+            strides = [s // x.itemsize for s in x.strides]
+            np.ndarray(x.shape, bool, outside, offset_of(x) // x.itemsize, strides)[...] = False
+        mine, other = buffer_of(x)[outside], buffer_of(theirs[name])[outside]
+        assert_same(mine, other, f"around {name}")
 
 
 def exp_error_ulps(x: np.ndarray, result: np.ndarray) -> np.ndarray:

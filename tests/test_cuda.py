@@ -91,7 +91,7 @@ def test_wrong_index_values_make_padding(case):
     """A sequence with a wrong index value gets zeros, the others what they get without it."""
     name = case.label
     actual = cases.run("cuda", case)
-    assert_guards_untouched(actual, case)
+    compare.assert_same_around(actual, case)
     if case.op == "commit_conv_state" or name.startswith(("cu_seqlens", "shared")):
         return  # whose rows are whose is open
     expected = case.copy()
@@ -105,22 +105,6 @@ def test_wrong_index_values_make_padding(case):
     for argument, x in expected.args.items():
         if isinstance(x, np.ndarray):
             compare.assert_same(actual.args[argument], x, f"{name} {argument}")
-
-
-def assert_guards_untouched(done: cases.Case, before: cases.Case) -> None:
-    """What lies in the buffers around the views is what it was."""
-    for name, x in before.arrays().items():
-        if not x.size:
-            continue
-        mark = np.zeros(cases.buffer_of(x).shape, bool)
-        itemsize = x.itemsize
-        inside = np.ndarray(
-            x.shape, bool, mark, cases.offset_of(x) // itemsize, [s // itemsize for s in x.strides]
-        )
-        inside[...] = True
-        compare.assert_same(
-            cases.buffer_of(done.arrays()[name])[~mark], cases.buffer_of(x)[~mark], name
-        )
 
 
 @pytest.mark.parametrize("head_dim", [32, 128])
@@ -144,7 +128,7 @@ def test_garbage_in_all_index_tensors(head_dim, seed):
     cases.garble(rng, case)
     # two sequences that share a slot or a row race, but stay inside
     done = cases.run("cuda", case)
-    assert_guards_untouched(done, case)
+    compare.assert_same_around(done, case)
     for name in ("new_input", "weight"):
         compare.assert_same(done.args[name], case.args[name], name)
     # the device is fine afterwards

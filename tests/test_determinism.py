@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ import cases
 import numpy as np
 import pytest
 import torch
+from calls import Mirror
 
 import gdn_verify.ops  # noqa: F401
 from gdn_verify import _core
-from gdn_verify.arrays import to_tensor
 
 TESTS = Path(__file__).parent
 CONFIGS = range(-1, _core.build_info()["num_configs"])
@@ -47,32 +47,23 @@ def make(name: str, n_seq: int = 6, num_tokens: int = 9) -> cases.Case:
     )
 
 
-class Call:
+class Call(Mirror):
     """A case on a device, that starts from the same bytes as often as one likes."""
 
     def __init__(self, case: cases.Case, device: str):
-        self.op = getattr(torch.ops.gdn, case.op)
-        owners = {id(o): o for x in case.arrays().values() for o in [cases.buffer_of(x)]}
-        self.start = {i: to_tensor(o.reshape(-1).copy()).to(device) for i, o in owners.items()}
-        self.now = {i: x.clone() for i, x in self.start.items()}
-
-        def tensor(x: np.ndarray) -> torch.Tensor:
-            strides = [stride // x.itemsize for stride in x.strides]
-            flat = self.now[id(cases.buffer_of(x))]
-            return flat.as_strided(x.shape, strides, cases.offset_of(x) // x.itemsize)
-
-        self.args = cases.map_arrays(tensor, list(case.args.values()))
-        self.options = cases.map_arrays(tensor, case.options)
-        written = ("conv_state", "output", "conv_state_inter")
-        self.written = {id(cases.buffer_of(case.args[n])) for n in written if n in case.arrays()}
+        super().__init__(case, device)
+        names = ("conv_state", "output", "conv_state_inter")
+        owners = {id(cases.buffer_of(case.args[n])) for n in names if n in case.arrays()}
+        buffers = [flat for owner, (_, flat) in self.buffers.items() if owner in owners]
+        self.written = [(flat, flat.clone()) for flat in buffers]
 
     def run(self, **options: Any) -> None:
-        for i in self.written:
-            self.now[i].copy_(self.start[i])
-        self.op(*self.args, **self.options, **options)
+        for now, start in self.written:
+            now.copy_(start)
+        super().run(**options)
 
     def bits(self) -> list[torch.Tensor]:
-        return [self.now[i].view(torch.uint8) for i in sorted(self.written)]
+        return [now.view(torch.uint8) for now, _ in self.written]
 
 
 def differing(call: Call, expected: list[torch.Tensor], total: torch.Tensor) -> None:
@@ -110,19 +101,18 @@ def test_permuted_batches(name: str, device: str) -> None:
     expected = [x.clone() for x in call.bits()]
     names = ("new_input", "conv_state_indices", "inter_indices", "num_accepted_tokens")
     of_sequence = [n for n in names if n in case.arrays()]
-    tensors = dict(zip(case.args, call.args, strict=True)) | call.options
-    before = {n: tensors[n].clone() for n in of_sequence}
-    first_output = tensors["output"].clone()
+    before = {n: call.given[n].clone() for n in of_sequence}
+    first_output = call.given["output"].clone()
     total = torch.zeros((), dtype=torch.int64, device=device)
     generator = torch.Generator().manual_seed(0)
     for _ in range(REPEATS[device]):
         order = torch.randperm(6, generator=generator).to(device)
         for n in of_sequence:
-            tensors[n].copy_(before[n][order])
+            call.given[n].copy_(before[n][order])
         call.run()
-        tensors["output"].copy_(tensors["output"].clone()[order.argsort()])
+        call.given["output"].copy_(call.given["output"].clone()[order.argsort()])
         differing(call, expected, total)
-    assert torch.equal(tensors["output"].float(), first_output.float())
+    assert torch.equal(call.given["output"].float(), first_output.float())
     assert int(total) == 0
 
 
@@ -147,21 +137,13 @@ def test_beside_other_work_on_the_device(name: str) -> None:
 
 def test_from_several_threads(device: str) -> None:
     """Each thread its own call, on CUDA its own stream."""
-    found: list[int] = []
 
-    def work() -> None:
-        if device == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                found.append(repeat("windows", device, 20))
-        else:
-            found.append(repeat("windows", device, 20))
+    def work(_: int) -> int:
+        with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
+            return repeat("windows", device, 20)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [0] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0] * 4
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

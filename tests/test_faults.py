@@ -21,21 +21,20 @@ import cases
 import compare
 import pytest
 import torch
+from calls import Mirror
 from small_calls import batched, int32
 
 import gdn_verify
 from gdn_verify import tuned
-from gdn_verify.arrays import to_tensor
 from gdn_verify.tuned import CallShape, Tuned
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
 def tensors(device: str) -> dict[str, Any]:
-    case = batched()
-    names = ("conv_state", "new_input", "weight")
-    heads = {name: case.args[name] for name in ("qk_channels", "head_dim")}
-    return {**{name: to_tensor(case.args[name]).to(device) for name in names}, **heads}
+    names = ("conv_state", "new_input", "weight", "qk_channels", "head_dim")
+    given = Mirror(batched(), device).given
+    return {name: given[name] for name in names}
 
 
 def bits(x: torch.Tensor) -> bytes:

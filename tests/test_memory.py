@@ -13,10 +13,10 @@ import compare
 import numpy as np
 import pytest
 import torch
+from calls import Mirror
 from small_calls import view
 
 import gdn_verify.ops  # noqa: F401
-from gdn_verify.arrays import to_tensor
 from gdn_verify.compare import first_difference
 
 KINDS = {
@@ -64,19 +64,7 @@ def test_misaligned_bases_and_odd_strides(built: str, kind: str, name: str) -> N
         done = cases.run(built, case)
         for each, x in expected.arrays().items():
             compare.assert_same(done.arrays()[each], x, f"{name} at {first}, gap {gap}: {each}")
-        for each, x in case.arrays().items():  # what lies around the views
-            outside = _outside(x)
-            compare.assert_same(
-                cases.buffer_of(done.arrays()[each])[outside], cases.buffer_of(x)[outside], each
-            )
-
-
-def _outside(x: np.ndarray) -> np.ndarray:
-    """Which elements of its buffer are none of x."""
-    outside = np.ones(cases.buffer_of(x).shape, bool)
-    strides = tuple(stride // x.itemsize for stride in x.strides)
-    np.ndarray(x.shape, bool, outside, cases.offset_of(x) // x.itemsize, strides)[...] = False
-    return outside
+        compare.assert_same_around(done, case)
 
 
 # ---- beyond 2^31 and 2^32 elements ---------------------------------------------------------------
@@ -84,11 +72,6 @@ def _outside(x: np.ndarray) -> np.ndarray:
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])]
 BEYOND = 2**32 + 2**20  # elements
-
-
-def on(device: str, case: cases.Case) -> dict[str, Any]:
-    return {name: to_tensor(x.copy()).to(device) if isinstance(x, np.ndarray) else x
-            for name, x in {**case.args, **case.options}.items()}  # fmt: skip
 
 
 def call(given: dict[str, Any]) -> None:
@@ -137,7 +120,7 @@ def test_strides_beyond_32_bits(
     device: str, head_dim: int, name: str, dim: int, chosen: dict[str, Any]
 ) -> None:
     case = cases.make_case(4, 5, 256, head_dim=head_dim, state_dtype="bfloat16", **chosen)
-    expected, given = on(device, case), on(device, case)
+    expected, given = Mirror(case, device).given, Mirror(case, device).given
     given[name] = spread(given[name], dim)
     call(expected)
     call(given)
@@ -157,7 +140,7 @@ def test_pools_beyond_32_bits(device: str, head_dim: int, name: str) -> None:
     )  # fmt: skip
     argument = "conv_state" if name == "conv_state" else "conv_state_inter"
     index = "conv_state_indices" if name == "conv_state" else "inter_indices"
-    expected, given = on(device, case), on(device, case)
+    expected, given = Mirror(case, device).given, Mirror(case, device).given
     small = given[argument]
     count = BEYOND // small[0].numel() + 3
     try:

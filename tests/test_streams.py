@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -48,22 +49,9 @@ def main(part: str, device: str = "cuda") -> None:
 
 
 def in_threads(work: Callable[[int], None], n: int) -> None:
-    """work(0), .. work(n - 1) in threads; raises what one of them raised."""
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        raise failure
+    """work(0), .. work(n - 1), each in its own thread; raises what one of them raised."""
+    with ThreadPoolExecutor(n) as pool:
+        list(pool.map(work, range(n)))
 
 
 # ---- streams -----------------------------------------------------------------------------------

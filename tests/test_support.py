@@ -6,17 +6,15 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-import cases
-import numpy as np
 import pytest
 import torch
-from cases import Case, buffer_of
+from calls import Mirror
+from cases import Case
 from small_calls import batched
 from test_validation import LEGAL
 from wrong_arguments import ARGUMENTS
 
 from gdn_verify import GdnVerifyError, Supported, support, supported, verify_conv
-from gdn_verify.arrays import to_tensor
 from gdn_verify.support import runs_on
 
 TABLE = [(build, text) for rule in ARGUMENTS for build, text in rule.rows
@@ -27,20 +25,7 @@ ALL = [*TABLE, *((build, "") for build in LEGAL.values()
 
 def keywords(case: Case, device: str = "cpu") -> dict[str, Any]:
     """The case's arguments for verify_conv; views of one buffer stay views of one storage."""
-    buffers: dict[int, Any] = {}
-
-    def tensor(x: np.ndarray) -> Any:
-        owner = buffer_of(x)
-        if x.size == 0:  # its strides mean nothing to NumPy
-            dtype = to_tensor(np.empty(0, x.dtype)).dtype
-            return torch.empty(x.shape, dtype=dtype, device=device)
-        if id(owner) not in buffers:
-            buffers[id(owner)] = to_tensor(owner.copy().reshape(-1)).to(device)
-        flat = buffers[id(owner)]
-        strides = [s // x.itemsize for s in x.strides]
-        return flat.as_strided(x.shape, strides, cases.offset_of(x) // x.itemsize)
-
-    return cases.map_arrays(tensor, {**case.args, **case.options})
+    return Mirror(case, device).given
 
 
 @pytest.mark.parametrize("number", range(len(ALL)))
