@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import emulated
 import numpy as np
 import torch
 from guards import GUARD, Guarded

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from test_c_abi import LIBRARY, Params, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -633,15 +634,9 @@ for before, slots, rows, (output, windows) in calls:  # now with what was tuned
 
 @pytest.mark.gpu
 def test_first_calls_of_a_fresh_process(cache):
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    python(FIRST_CALLS)
     assert len(tuned.read_file(cache)) == 3
-    done = subprocess.run(  # and of one that finds the file
-        [sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    python(FIRST_CALLS)  # and of one that finds the file
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,15 +1,12 @@
 """The SIMD levels of the CPU backend: each gives the baseline's bytes, in IEEE's default
 floating-point environment whatever the caller's thread has set."""
 
-import os
-import subprocess
-import sys
-
 import cases
 import compare
 import numpy as np
 import pytest
 import torch
+from processes import python
 
 from gdn_verify import _core
 
@@ -126,7 +123,5 @@ def test_a_level_that_is_not_there_is_refused():
 def test_level_of_the_environment(name):
     """It holds where it is known; otherwise the best one does."""
     code = "from gdn_verify import _core; print(_core.cpu_level())"
-    environment = {**os.environ, "GDN_VERIFY_CPU_LEVEL": name}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, text=True,
-                          capture_output=True)  # fmt: skip
-    assert done.stdout.strip() == (name if name in LEVELS else LEVELS[-1])
+    said = python(code, GDN_VERIFY_CPU_LEVEL=name)
+    assert said.strip() == (name if name in LEVELS else LEVELS[-1])

@@ -10,7 +10,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from calls import Mirror
+from processes import finish, python, start
 
 import gdn_verify.ops  # noqa: F401
 from gdn_verify import _core
@@ -58,8 +58,8 @@ class Call(Mirror):
         self.written = [(flat, flat.clone()) for flat in buffers]
 
     def run(self, **options: Any) -> None:
-        for now, start in self.written:
-            now.copy_(start)
+        for now, first in self.written:
+            now.copy_(first)
         super().run(**options)
 
     def bits(self) -> list[torch.Tensor]:
@@ -175,27 +175,13 @@ def digest(implementation: str, repeats: int = 1) -> str:
     return digests.pop()
 
 
-def start(code: str, **env: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths, **env},
-    )  # fmt: skip
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out.strip()
-
-
 DIGEST = "import test_determinism as t; print(t.digest({!r}, {}))"
 
 
 def test_two_processes_at_once(device: str) -> None:
     implementation, repeats = ("cuda", 30) if device == "cuda" else ("torch", 2)
     processes = [start(DIGEST.format(implementation, repeats)) for _ in range(2)]
-    assert {output(each) for each in processes} == {digest(implementation)}
+    assert {finish(each)[0] for each in processes} == {f"{digest(implementation)}\n"}
 
 
 @pytest.mark.gpu
@@ -238,10 +224,10 @@ def test_ptx_that_is_compiled_at_run_time(tmp_path: Path) -> None:
     torch, which need not have PTX for this device."""
     if not ptx_runs_here():
         pytest.skip("no PTX for this device in the build: TORCH_CUDA_ARCH_LIST=9.0+PTX has some")
-    process = start(
+    said = python(
         DIGEST.format("cuda", 1), CUDA_FORCE_PTX_JIT="1", CUDA_CACHE_PATH=str(tmp_path / "cache")
     )
-    assert output(process) == digest("core")
+    assert said == f"{digest('core')}\n"
     assert any((tmp_path / "cache").rglob("*")), "nothing was compiled"
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+import torch
+from processes import python
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.tensor import (  # noqa: E402
+import torch.distributed as dist
+from torch.distributed.tensor import (
     DTensor,
     Replicate,
     Shard,
@@ -24,8 +23,8 @@ from torch.distributed.tensor import (  # noqa: E402
     init_device_mesh,
 )
 
-import gdn_verify  # noqa: E402
-from gdn_verify import GdnVerifyError, verify_conv  # noqa: E402
+import gdn_verify
+from gdn_verify import GdnVerifyError, verify_conv
 
 WORLD = 2
 C, K, D, QK, HEAD, W = 3, 4, 96, 64, 16, 4  # three sequences on two ranks: two and one
@@ -222,5 +221,5 @@ def test_two_processes() -> None:
 
 def test_nothing_is_registered_before_it_is_asked_for() -> None:
     code = "import sys, gdn_verify; assert 'torch.distributed.tensor' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python(code)
     assert "distributed" not in gdn_verify.__all__

@@ -7,10 +7,8 @@ of their own, which run `main`.
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import pytest
 import torch
 from calls import BASE, CALLS, HEADS, Mirror, batched, change, commit, equal
 from cases import PAD, Case, default_case, make_case, map_arrays, normal
+from processes import python
 
 from gdn_verify import _core, tuned, verify_conv
 from gdn_verify.arrays import to_tensor
@@ -31,34 +30,39 @@ def device_of(mode: str) -> str:
     return "cpu" if mode == "cpu" else "cuda"
 
 
-def repeated(mode: str, step: Callable[[], Any]) -> Callable[[], Any]:
-    """`step`, or in mode "graph" the replay of its capture."""
-    if mode != "graph":
-        return step
+def captured(step: Callable[[], Any]) -> Callable[[], None]:
+    """The replay of a graph of `step`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 
+def repeated(mode: str, step: Callable[[], Any]) -> Callable[[], Any]:
+    """`step`, or in mode "graph" the replay of its capture."""
+    return captured(step) if mode == "graph" else step
+
+
 # ---- every operator, cold and warm -------------------------------------------------------------
 
 
-def check_replays(case: Case, warm: bool = False, **options: Any) -> None:
-    """Captures the call, then replays it on other values in all tensors."""
-    mirror = Mirror(case, "cuda")
-    if warm:
-        mirror.run(**options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mirror.run(**options)
+def replays(case: Case, mirror: Mirror, replay: Callable[[], None]) -> Iterator[str]:
+    """Replays on other values in all tensors, each to be compared with the case."""
     rng = np.random.default_rng(0)
     for i in range(4):
         change(case, rng)
         mirror.upload()
-        graph.replay()
+        replay()
         case.call("core")
-        mirror.assert_same(f"replay {i} of {case!r}")
+        yield f"replay {i} of {case!r}"
+
+
+def check_replays(case: Case, warm: bool = False, **options: Any) -> None:
+    mirror = Mirror(case, "cuda")
+    if warm:
+        mirror.run(**options)
+    for label in replays(case, mirror, captured(lambda: mirror.run(**options))):
+        mirror.assert_same(label)
 
 
 def check_wrapper(snapshots: Any, warm: bool = False) -> None:
@@ -66,20 +70,17 @@ def check_wrapper(snapshots: Any, warm: bool = False) -> None:
     case = batched(snapshots=snapshots)
     mirror = Mirror(case, "cuda")
     state, x, weight = (mirror.given[name] for name in ("conv_state", "new_input", "weight"))
+    results: list[Any] = []
+
+    def step() -> None:
+        results[:] = verify_conv(state, x, weight, snapshots=snapshots, **HEADS)
+
     if warm:
-        verify_conv(state, x, weight, snapshots=snapshots, **HEADS)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, inter = verify_conv(state, x, weight, snapshots=snapshots, **HEADS)
-    rng = np.random.default_rng(0)
-    for i in range(4):
-        change(case, rng)
-        mirror.upload()
-        graph.replay()
-        case.call("core")
-        equal(output, case.args["output"], f"replay {i} output")
-        equal(state, case.args["conv_state"], f"replay {i} state")
-        equal(inter, case.args["conv_state_inter"], f"replay {i} snapshots")
+        step()
+    for label in replays(case, mirror, captured(step)):
+        for name, found in zip(("output", "conv_state_inter"), results, strict=True):
+            equal(found, case.args[name], f"{label}: {name}")
+        equal(state, case.args["conv_state"], f"{label}: state")
 
 
 CAPTURES: dict[str, Callable[..., None]] = {
@@ -182,29 +183,20 @@ FIRST_OF_A_PROCESS = [
 ]
 
 
-MAIN = "import sys; sys.path.insert(0, sys.argv[1]); import test_graphs; test_graphs.main()"
+MAIN = "import test_graphs; test_graphs.main()"
 
 
 def main() -> None:
     assert not torch.cuda.is_initialized()
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         CAPTURES[name]()
     print(len(tuned.entries()), "tuned")
-
-
-def captures_in_a_process(names: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, os.path.dirname(__file__), *names],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("first", "env"), FIRST_OF_A_PROCESS)
 def test_the_first_call_of_a_process_is_captured(first: str, env: dict[str, str]) -> None:
-    captures_in_a_process([first, *(name for name in CAPTURES if name != first)], env)
+    python(MAIN, first, *(name for name in CAPTURES if name != first), **env)
 
 
 @pytest.mark.gpu
@@ -214,7 +206,7 @@ def test_a_capture_loads_the_tuned_table_and_tunes_nothing(tmp_path: Any, monkey
     entry = {(tuned.device_name(0), shape): tuned.Tuned(0, 1.0, 2.0)}
     assert tuned.save(entry) == entry
     before = (tmp_path / "tuned.json").read_bytes()
-    said = captures_in_a_process(["wrapper"], {"GDN_VERIFY_CACHE": str(tmp_path)})
+    said = python(MAIN, "wrapper", GDN_VERIFY_CACHE=str(tmp_path))
     assert said == "1 tuned\n"
     assert (tmp_path / "tuned.json").read_bytes() == before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import finish, start
 
 import gdn_verify
 from gdn_verify import supported, verify_conv
@@ -31,13 +31,8 @@ CALL = """
 
 
 def python(code: str, **env: str) -> None:
-    text = textwrap.dedent(CALL) + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", text], env={**os.environ, **env}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
+    _, err = finish(start(textwrap.dedent(CALL) + textwrap.dedent(code), **env))
+    assert not err
 
 
 def test_import_and_load_again() -> None:

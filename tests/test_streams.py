@@ -5,9 +5,6 @@ What needs that nothing was called before runs in a process of its own, by `main
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,26 +15,14 @@ import pytest
 import torch
 from calls import BASE, CALLS, Mirror, batched, change, commit, equal, update
 from cases import Case, make_case
+from processes import python
 
 import gdn_verify
 from gdn_verify import tuned, verify_conv
 
 MILLISECOND = 2_000_000  # cycles, more or less
 
-MAIN = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_streams
-test_streams.main(*sys.argv[2:])
-"""
-
-
-def in_a_process(*arguments: str, **env: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, os.path.dirname(__file__), *arguments],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+MAIN = "import sys, test_streams; test_streams.main(*sys.argv[1:])"
 
 
 def main(part: str, device: str = "cuda") -> None:
@@ -168,7 +153,7 @@ def test_eight_threads(device: str) -> None:
 
 
 def test_eight_threads_make_the_first_calls_on_the_cpu(tmp_path: Any) -> None:
-    in_a_process("threads", "cpu", GDN_VERIFY_CACHE=str(tmp_path))
+    python(MAIN, "threads", "cpu", GDN_VERIFY_CACHE=str(tmp_path))
 
 
 @pytest.mark.gpu
@@ -177,7 +162,7 @@ def test_eight_threads_make_the_first_calls(check: str, tmp_path: Any, monkeypat
     monkeypatch.setenv("GDN_VERIFY_CACHE", str(tmp_path))
     shapes = [tuned.CallShape(BASE.d_inner, BASE.qk_channels, n, 4) for n in range(1, 200)]
     assert tuned.save({(tuned.device_name(0), each): tuned.Tuned(0, 1.0, 2.0) for each in shapes})
-    in_a_process("threads", "cuda", GDN_VERIFY_CHECK=check)
+    python(MAIN, "threads", "cuda", GDN_VERIFY_CHECK=check)
 
 
 @pytest.mark.gpu
@@ -275,4 +260,4 @@ def test_every_device() -> None:
 
 @pytest.mark.gpu
 def test_the_last_device_is_the_first_to_be_used() -> None:
-    in_a_process("devices")
+    python(MAIN, "devices")

@@ -6,11 +6,7 @@ implementations; here a few calls of each show that the binding passes everythin
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ import torch._dynamo.testing
 from calls import BASE, CALLS, HEADS, batched, commit, equal, operator, tensors
 from cases import make_case, run
 from compare import assert_same_case
+from processes import python
 
 import gdn_verify
 from gdn_verify import history_windows, reference, verify_conv
@@ -419,15 +416,6 @@ def test_devices_do_not_mix(wrong: str) -> None:
 
 
 # ---- the package -------------------------------------------------------------------------------
-
-
-def python(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, env={**os.environ, **env}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_import_registers_the_operators() -> None:

@@ -6,10 +6,7 @@ legal calls that look alike. What Python cannot express is in test_c_abi.py.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import pytest
 import torch
 import wrong_input
 from cases import Case
+from processes import python
 from small_calls import (
     BF16,
     F32,
@@ -117,11 +115,7 @@ print("all refused")
 
 @pytest.mark.gpu
 def test_wrong_index_values_on_cuda_where_they_are_checked():
-    environment = {**os.environ, "GDN_VERIFY_CHECK": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKED], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout == "all refused\n", done.stderr
+    assert python(CHECKED, GDN_VERIFY_CHECK="1") == "all refused\n"
 
 
 @pytest.mark.parametrize(("build", "text"), rows(wrong_input.DEVICES))
