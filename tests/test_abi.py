@@ -1,4 +1,5 @@
-"""What the built libraries need and offer: only what stays the same between versions of torch."""
+"""What the built libraries need and offer, only what stays the same between versions of torch, and
+what they are protected by."""
 
 import re
 import shutil
@@ -27,10 +28,10 @@ def readelf(*arguments: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def symbols(library: Path) -> tuple[set[str], set[str]]:
+def symbols(path: Path) -> tuple[set[str], set[str]]:
     """Names of the undefined and of the defined dynamic symbols, with their versions."""
     undefined, defined = set(), set()
-    for line in readelf("--dyn-syms", library).splitlines():
+    for line in readelf("--dyn-syms", path).splitlines():
         fields = line.split()
         if len(fields) >= 8 and fields[0].rstrip(":").isdigit():
             (undefined if fields[6] == "UND" else defined).add(fields[7].replace("@@", "@"))
@@ -38,14 +39,14 @@ def symbols(library: Path) -> tuple[set[str], set[str]]:
     return undefined, defined
 
 
-def foreign(library: Path) -> set[str]:
+def foreign(path: Path) -> set[str]:
     """Undefined symbols that are neither the runtimes' nor the C core's."""
-    names = {name for name in symbols(library)[0] if not RUNTIME.search(name)}
+    names = {name for name in symbols(path)[0] if not RUNTIME.search(name)}
     return {name for name in names - TOOLCHAIN if not name.startswith("gdn_verify_")}
 
 
-def needed(library: Path) -> set[str]:
-    found = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("--dynamic", library))
+def needed(path: Path) -> set[str]:
+    found = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("--dynamic", path))
     return {name for name in found if not SYSTEM.match(name)}
 
 
@@ -69,11 +70,11 @@ def test_torch_operators_need_two_libraries():
 
 
 def test_the_core_needs_the_c_library_alone():
-    library = FOLDER / "libgdn_verify.so"
-    assert foreign(library) == set()
-    assert needed(library) == set()
+    core = library("libgdn_verify.so")
+    assert foreign(core) == set()
+    assert needed(core) == set()
     if not _core.build_info()["has_cuda"]:  # nvcc's objects are C++
-        assert not any("GLIBCXX" in name or "CXXABI" in name for name in symbols(library)[0])
+        assert not any("GLIBCXX" in name or "CXXABI" in name for name in symbols(core)[0])
 
 
 def test_the_module_needs_python_and_the_core():
@@ -93,9 +94,46 @@ def test_only_the_c_interface_is_exported(name):
         assert own == set()
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "_core"])
+def library(name: str) -> Path:
+    return core_module() if name == "_core" else FOLDER / name
+
+
+each_library = pytest.mark.parametrize("name", [*PLAIN, "_core"])
+
+
+@each_library
 def test_libraries_are_found_beside_each_other(name):
-    library = core_module() if name == "_core" else FOLDER / name
-    dynamic = readelf("--dynamic", library)
-    paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.+)\]", dynamic)
-    assert paths == ["$ORIGIN"] or (name == "libgdn_verify.so" and not paths)
+    """And nobody's folder is searched but the package's own."""
+    dynamic = readelf("--dynamic", library(name))
+    paths = re.findall(r"\((RUNPATH|RPATH)\).*\[(.+)\]", dynamic)
+    assert paths == [("RUNPATH", "$ORIGIN")] or (name == "libgdn_verify.so" and not paths)
+
+
+# ---- protection --------------------------------------------------------------------------------
+
+
+def test_there_are_three_libraries():
+    assert {library(name) for name in (*PLAIN, "_core")} == set(FOLDER.glob("*.so"))
+
+
+@each_library
+def test_libraries_are_hardened(name):
+    found = re.findall(
+        r"^ +(LOAD|GNU_STACK|GNU_RELRO) .* ([R ][W ][E ]) +0x\w+$",
+        readelf("--segments", library(name)), re.M,
+    )  # fmt: skip
+    flags = dict(found)
+    assert flags["GNU_STACK"] == "RW ", "the stack is executable"
+    assert "GNU_RELRO" in flags, "relocations stay writeable"
+    dynamic = readelf("--dynamic", library(name))
+    assert re.search(r"BIND_NOW|Flags:.* NOW", dynamic)
+    assert "TEXTREL" not in dynamic
+    assert "LOAD" in flags
+    assert ("LOAD", "RWE") not in found, "writeable code"
+    assert "__stack_chk_fail" in {each.partition("@")[0] for each in symbols(library(name))[0]}
+
+
+def test_the_core_is_fortified():
+    """Its formatted writes are the checked ones of the C library."""
+    undefined, _ = symbols(FOLDER / "libgdn_verify.so")
+    assert any(re.match(r"__v?snprintf_chk@", each) for each in undefined)
