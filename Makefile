@@ -18,8 +18,8 @@ CFLAGS_CORE := -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math
 WARNINGS    := -Wall -Wextra -Wconversion -Wshadow -Wc++-compat -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo bench test test-slow lint format asan ubsan tsan cuda docs linkcheck \
-    sdist wheel package clean
+.PHONY: help build demo bench test test-slow lint format asan ubsan tsan fuzz fuzz-core fuzz-calls \
+    soak cuda sanitize docs linkcheck sdist wheel package clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -103,11 +103,9 @@ fuzz-calls: $(BUILT)
 	    --hypothesis-show-statistics $(ARGS)
 
 fuzz: fuzz-calls fuzz-core ## look for calls that fault, FUZZ_SECONDS and EXAMPLES; needs clang
-.PHONY: fuzz fuzz-core fuzz-calls
 
 soak: $(BUILT) ## a simulated serving loop; ARGS="--steps 1000000 --device cuda"
 	$(PY) tests/soak.py $(ARGS)
-.PHONY: soak
 
 # ---- CUDA without a GPU ----
 
@@ -129,7 +127,6 @@ sanitize: $(BUILT) ## every launch configuration and option under compute-saniti
 	$(SANITIZER) racecheck $(PY) tests/sanitize.py
 	$(SANITIZER) initcheck $(PY) tests/sanitize.py --fresh
 	$(SANITIZER) synccheck $(PY) tests/sanitize.py
-.PHONY: sanitize
 
 # ---- style ----
 
