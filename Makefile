@@ -145,7 +145,7 @@ format: $(BUILT) ## format Python and C
 	$(VENV)/bin/clang-format -i $(CLANG_FORMATTED)
 
 CLANG_FORMATTED := $(filter %.c %.h %.cpp %.cu %.cuh,$(SOURCE)) \
-    $(wildcard tests/c/*.[ch] tests/cuda/*.cu benchmarks/*.cu examples/c/*.c)
+    $(wildcard tests/c/*.[ch] tests/cuda/*.cu tests/cuda/emulation/* benchmarks/*.cu examples/c/*.c)
 
 # ---- documents ----
 

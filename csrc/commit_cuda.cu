@@ -161,14 +161,14 @@ static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, CommitMove
   const int64_t most = 1 << 20;
   const int64_t pairs = p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
   const bool wide = p->element_size == 4;
-  const void *kernel = move == MOVE_PAIRS ? (const void *)commit_kernel<uint16_t, MOVE_PAIRS>
-                       : move == MOVE_DENSE
-                           ? (wide ? (const void *)commit_kernel<uint32_t, MOVE_DENSE>
-                                   : (const void *)commit_kernel<uint16_t, MOVE_DENSE>)
-                       : wide ? (const void *)commit_kernel<uint32_t, MOVE_CHANNELS>
-                              : (const void *)commit_kernel<uint16_t, MOVE_CHANNELS>;
+  void (*const kernel)(const CommitLaunch) =
+      move == MOVE_PAIRS ? commit_kernel<uint16_t, MOVE_PAIRS>
+      : move == MOVE_DENSE
+          ? (wide ? commit_kernel<uint32_t, MOVE_DENSE> : commit_kernel<uint16_t, MOVE_DENSE>)
+      : wide ? commit_kernel<uint32_t, MOVE_CHANNELS>
+             : commit_kernel<uint16_t, MOVE_CHANNELS>;
   return gdn_verify_launch(kernel, dim3((unsigned)pairs, (unsigned)layers), dim3(COMMIT_THREADS), 0,
-                           false, stream, launch);
+                           false, stream, *launch);
 }
 
 extern "C" gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params,

@@ -46,8 +46,8 @@ static bool waits_for_predecessor(const void *kernel) {
   return waits;
 }
 
-cudaError_t gdn_verify_launch(const void *kernel, dim3 grid, dim3 block, size_t shared, bool pdl,
-                              void *stream, void *argument) {
+cudaError_t gdn_verify_launch_kernel(const void *kernel, dim3 grid, dim3 block, size_t shared,
+                                     bool pdl, void *stream, const void *argument) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -58,7 +58,7 @@ cudaError_t gdn_verify_launch(const void *kernel, dim3 grid, dim3 block, size_t 
   launch.stream = (cudaStream_t)stream;
   launch.attrs = &attribute;
   launch.numAttrs = pdl && waits_for_predecessor(kernel) ? 1 : 0;
-  void *arguments[] = {argument};
+  void *arguments[] = {(void *)argument};
   return cudaLaunchKernelExC(&launch, kernel, arguments);
 }
 

@@ -47,9 +47,13 @@ static __device__ __forceinline__ void convolve(const float (&x)[T + 3][V],
 /* 1 / x, correctly rounded, for normal x below 2^126: what __frcp_rn does there, without its test
  * for everything else. */
 static __device__ __forceinline__ float quick_rcp(float x) {
+#if defined(__CUDA_ARCH__)
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+#else
+  return 1.0f / x;
+#endif
 }
 
 /* The activation, in place. Without a bias, y may be -0 where the definition has +0 (see convolve):

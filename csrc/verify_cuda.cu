@@ -278,17 +278,16 @@ static cudaError_t launch_fast(const gdn_verify_problem *p, int config, bool pdl
                   (unsigned)(p->d_inner / FAST_HEAD_DIM),
                   (unsigned)((p->num_tokens + tokens - 1) / tokens));
   const size_t shared = (size_t)groups * (size_t)t * sizeof(float[FAST_GROUPS]);
-  return gdn_verify_launch((const void *)pick_fast_kernel(p, &launch, config), grid, block, shared,
-                           pdl, stream, &launch);
+  return gdn_verify_launch(pick_fast_kernel(p, &launch, config), grid, block, shared, pdl, stream,
+                           launch);
 }
 
 static cudaError_t launch_general(const gdn_verify_problem *p, bool pdl, void *stream) {
   const int64_t units = num_units(*p);
   const int64_t most = 1 << 20;
   const int64_t pairs = (p->n_seq + 1) > most / units ? most : (p->n_seq + 1) * units;
-  gdn_verify_problem argument = *p;
-  return gdn_verify_launch((const void *)general_kernel, dim3((unsigned)pairs),
-                           dim3(GENERAL_THREADS), 0, pdl, stream, &argument);
+  return gdn_verify_launch(general_kernel, dim3((unsigned)pairs), dim3(GENERAL_THREADS), 0, pdl,
+                           stream, *p);
 }
 
 /* What the tuned table has for this call, -1 where it has nothing. */

@@ -57,11 +57,14 @@ BUILT = CPU_IMPLEMENTATIONS[1:]
 
 
 def call(implementation: str, op: str, *args: Any, **kwargs: Any) -> None:
-    """Runs an operator in place on NumPy arrays: on "reference", "core", "torch" or "cuda"."""
+    """Runs an operator in place on NumPy arrays, on "reference", "core", "torch", "cuda" or
+    "emulated" (see emulated.py)."""
     if implementation == "reference":
         getattr(reference, op)(*args, **kwargs)
     elif implementation == "core":
         getattr(_core, op)(*args, **kwargs)
+    elif implementation == "emulated":
+        getattr(emulated.core(), op)(*args, **kwargs)
     elif implementation == "torch":
         getattr(torch.ops.gdn, op)(*map_arrays(to_tensor, args), **map_arrays(to_tensor, kwargs))
     elif implementation == "cuda":
