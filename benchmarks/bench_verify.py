@@ -210,13 +210,14 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
+    old = report.read(args.compare) if args.compare else None  # before minutes of measuring
     if args.cpu:
         from gdn_verify.models import MODELS
 
         print("\n".join(map(report.show_cpu, measure_cpu(MODELS[args.model]))))
         return 0
     if args.source:
-        result = json.loads(Path(args.source).read_text(encoding="utf-8"))
+        result = report.read(args.source)
     else:
         import torch
 
@@ -239,8 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
             for r in result["rows"] if r["contender"] == report.COPY and "graph_cold" in r
         }  # fmt: skip
         print("\nlaunch configurations\n" + report.sweep_table(result["sweep"], copies))
-    if args.compare:
-        old = json.loads(Path(args.compare).read_text(encoding="utf-8"))
+    if old:
         print("\n" + report.compare(old, result))
     targets = report.evaluate(result)
     if args.targets or args.source:

@@ -7,7 +7,6 @@ same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -124,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("json", type=Path)
     parser.add_argument("--to", type=Path, help="folder (default: that of the JSON)")
     args = parser.parse_args(arguments)
-    result = json.loads(args.json.read_text(encoding="utf-8"))
+    result = report.read(args.json)
     for path in draw(result, args.to or args.json.parent):
         print(path)
     return 0

@@ -7,8 +7,11 @@ the same bytes under the same launch attributes, cold, in a graph.
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
@@ -20,6 +23,17 @@ LAYERS = 36  # Gated DeltaNet layers of Qwen3-Next
 MAIN_D = 8192
 LAUNCHES = {False: "plain launch", True: "dependent launch"}
 WINDOWS, HISTORY = ("float32 windows", "bfloat16 windows"), "bfloat16 history"
+
+
+def read(path: str | Path) -> Result:
+    """What bench_verify.py wrote to `path`. Exits with a sentence where it is something else."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path}: {error}")
+    if not isinstance(result, dict) or not {"machine", "rows"} <= result.keys():
+        sys.exit(f"{path} is not a result of bench_verify.py")
+    return result
 
 
 def geomean(values: Iterable[float]) -> float:

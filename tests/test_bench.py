@@ -271,6 +271,18 @@ def test_report_of_a_file(result, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("text", [None, "", "[]", "{}"])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    for arguments in (["--from", str(path)], ["--cpu", "--compare", str(path)]):
+        with pytest.raises(SystemExit, match=r"x\.json"):
+            bench_verify.main(arguments)
+    with pytest.raises(SystemExit, match=r"x\.json"):
+        plot.main([str(path)])
+
+
 def test_too_fast_is_said(result, tmp_path, capsys):
     """Case 12: a cold figure under what memory allows is not a cold figure."""
     fast = copy.deepcopy(result)
