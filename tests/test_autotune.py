@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -715,23 +714,6 @@ def test_capture_inside_the_context(cache):
     graph.replay()
     torch.cuda.synchronize()
     assert {shape for _, shape in tuned.read_file(cache)} == {SHAPE}
-
-
-@pytest.mark.gpu
-def test_interrupting_the_command(cache):
-    with subprocess.Popen(
-        [sys.executable, "-m", "gdn_verify", "tune", "--tokens", "2..17"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # what runs in the background of a shell ignores it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stderr
-        process.stderr.readline()  # a quarter is done
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    assert len(tuned.read_file(cache)) >= 32
 
 
 @pytest.mark.gpu

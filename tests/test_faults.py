@@ -291,6 +291,11 @@ sys.exit(main(["tune", "--sequences", "1..8", "--tokens", "2..60"]))
 """
 
 
+def heed_interrupts() -> None:
+    """What runs in the background of a shell ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(
     ("number", "status", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
@@ -299,8 +304,7 @@ def test_signals_during_tuning(cache: Path, number: signal.Signals, status: int,
     """What was measured is saved, the table is printed, and the status says what happened."""
     with subprocess.Popen(
         [sys.executable, "-c", TUNE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # what runs in the background of a shell ignores SIGINT
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=heed_interrupts,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for _ in range(10):
@@ -316,13 +320,16 @@ def test_signals_during_tuning(cache: Path, number: signal.Signals, status: int,
 
 
 @pytest.mark.gpu
-def test_terminating_the_command_on_a_device(cache: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_to_the_command_on_a_device(
+    cache: Path, number: signal.Signals, status: int
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "gdn_verify", "tune", "--tokens", "2..17"],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
     ) as process:  # fmt: skip
         assert process.stderr is not None
         process.stderr.readline()  # a quarter is done
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        process.send_signal(number)
+        assert process.wait(60) == status
     assert len(tuned.read_file(cache)) >= 32
