@@ -344,12 +344,21 @@ def soak(
     return report
 
 
+def positive(text: str, number: type = int) -> int | float:
+    value = number(text)
+    if not value > 0:  # so that NaN fails: a run of nothing would be a success
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--steps", type=positive, default=10_000)
+    parser.add_argument(
+        "--seconds", type=functools.partial(positive, number=float), default=float("inf")
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--lanes", type=int, default=16, help="sequences of a batch, at most")
+    parser.add_argument("--lanes", type=positive, default=16, help="sequences of a batch, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

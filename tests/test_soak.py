@@ -51,6 +51,13 @@ def test_one_wrong_bit_fails_the_command(
     assert " 0 mismatches" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--steps=0", "--seconds=nan", "--seconds=-1", "--lanes=0"])
+def test_a_run_of_nothing_is_no_success(option: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        soak.main(["--device", "cpu", option])
+    assert "must be above 0" in capsys.readouterr().err
+
+
 def test_the_command_ends_in_time(capsys: pytest.CaptureFixture) -> None:
     assert soak.main(["--device", "cpu", "--steps", "99999999", "--seconds", "0.5"]) == 0
     assert "0 mismatches" in capsys.readouterr().out
