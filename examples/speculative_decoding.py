@@ -348,7 +348,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return 0 if run(options) else 1
     except ImportError as error:
-        print(error, file=sys.stderr)
+        advice = "; run: pip install transformers" if error.name == "transformers" else ""
+        print(f"{error}{advice}", file=sys.stderr)
         return 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 
 from .models import DEFAULT_MODEL, MODELS
@@ -138,4 +139,5 @@ def _numbers(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "info | head" ends like any other program
     sys.exit(main())

@@ -67,9 +67,14 @@ def run_tests(python: str, folder: Path, options: list[str]) -> str:
 def main(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     pythons, options = arguments[:cut], arguments[cut + 1 :]
-    if not pythons:
+    if not pythons or any(python.startswith("-") for python in pythons):
         print(__doc__)
         return 2
+    missing = [python for python in pythons if not shutil.which(python)]
+    if missing:
+        print(f"no such Python: {', '.join(missing)}")
+        return 2
+    pythons = [os.path.abspath(shutil.which(python) or python) for python in pythons]
     built_by = about(sys.executable)
     print(f"built with Python {built_by[0]}, torch {built_by[1]}", flush=True)
     failed = False

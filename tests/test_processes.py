@@ -227,6 +227,12 @@ def test_one_logging_channel() -> None:
     assert set(loggers) == {"'gdn_verify'"}
 
 
+def test_a_reader_that_stops_ends_a_command_without_a_traceback() -> None:
+    command = f"'{sys.executable}' -m gdn_verify info | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert not done.stderr
+
+
 def test_functions_and_values_are_pickled() -> None:
     for thing in (verify_conv, supported, gdn_verify.history_windows, gdn_verify.tune):
         assert pickle.loads(pickle.dumps(thing)) is thing
