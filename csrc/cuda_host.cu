@@ -88,7 +88,8 @@ static cudaError_t copy_rows(int32_t *to, const int32_t *from, int64_t rows, int
 static cudaError_t copy_to_host(const IndexCopy *copies, int n, cudaStream_t stream,
                                 int32_t **storage) {
   int64_t total = 1;
-  for (int i = 0; i < n; ++i) total += copies[i].outer * copies[i].inner;
+  for (int i = 0; i < n; ++i)
+    if (*copies[i].pointer) total += copies[i].outer * copies[i].inner;
   int32_t *to = *storage = (int32_t *)malloc((size_t)total * sizeof *to);
   if (!to) return cudaErrorMemoryAllocation;
   for (int i = 0; i < n; ++i) {

@@ -106,7 +106,7 @@ static int choose_config(const gdn_verify_problem *p) {
   const int config = first_fit(p, best.v, find_config(best.v, best.t, best.groups));
   if (config >= 0) return config;
   const int many = find_config(2, 8, 0);
-  return config_fits(p, many) ? many : -1;
+  return config_fits(p, many) ? many : first_fit(p, 4, find_config(4, 2, 2));
 }
 
 /* ---- the fast kernel ------------------------------------------------------------------------- */

@@ -56,7 +56,7 @@ def test_every_configuration(order, config):
 def test_models_forms_at_every_k(order, kind):
     """The forms that kernels are compiled for: all K, of one sequence, which starts at a model's
     state, and of several that start from their own snapshots."""
-    for num_tokens in (*range(1, 20), 40):
+    for num_tokens in (*range(1, 20), 40, 70):
         for chosen in ({}, {"accepted": "mixed", "slots": "permuted"}):
             case = cases.default_case(
                 Shape(384, 256), 1 + 2 * len(chosen), num_tokens, **kind, **chosen

@@ -99,6 +99,17 @@ bool barrier(int count) {
   return some;
 }
 
+/* As far as it can go without the others: to a barrier or its end. */
+void run_warp(int warp, int count) {
+  const int first = warp * WARP, lanes = count - first < WARP ? count - first : WARP;
+  do {
+    for (int i = 0; i < lanes; ++i) {
+      const int which = first + (backwards ? lanes - 1 - i : i);
+      if (threads[(size_t)which].wait == RUNNING) resume(which);
+    }
+  } while (shuffle(first, lanes));
+}
+
 void run_block(dim3 block) {
   const int count = (int)(block.x * block.y * block.z);
   if (threads.size() < (size_t)count) threads.resize((size_t)count);
@@ -114,15 +125,10 @@ void run_block(dim3 block) {
     t.context.uc_link = nullptr;
     makecontext(&t.context, enter, 0);
   }
+  const int warps = (count + WARP - 1) / WARP;
   for (;;) {
-    for (int i = 0; i < count; ++i) {
-      const int which = backwards ? count - 1 - i : i;
-      if (threads[(size_t)which].wait == RUNNING) resume(which);
-    }
-    bool goes_on = false;
-    for (int first = 0; first < count; first += WARP)
-      goes_on |= shuffle(first, count - first < WARP ? count - first : WARP);
-    if (goes_on || barrier(count)) continue;
+    for (int w = 0; w < warps; ++w) run_warp(backwards ? warps - 1 - w : w, count);
+    if (barrier(count)) continue;
     for (int i = 0; i < count; ++i) {
       if (threads[(size_t)i].wait == ENDED) continue;
       fprintf(stderr, "block %u %u %u: thread %d waits for threads that never come\n", blockIdx.x,

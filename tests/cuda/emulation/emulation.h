@@ -2,8 +2,9 @@
  *
  * Included before a .cu file, which a host compiler then compiles as C++, as it is.
  * A launch runs its blocks one after the other, and the threads of a block as coroutines, which give
- * way at barriers and shuffles. Host memory is device memory. Threads and blocks run forwards or
- * backwards, so that a missing barrier shows as a wrong result: see gdn_verify_emulate_backwards.
+ * way at barriers and shuffles. Host memory is device memory. A warp runs as far as it can without
+ * the others, warps, lanes and blocks forwards or backwards, so that a missing barrier shows as a
+ * wrong result: see gdn_verify_emulate_backwards.
  *
  * What it does not show: time, what dependent launches overlap, memory accesses of a warp, and the
  * reciprocal's intrinsic, which is a division here.
