@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-import pybind11
-
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 EMULATION = Path(__file__).resolve().parent / "cuda" / "emulation"
@@ -38,6 +36,8 @@ def cuda_headers() -> Path | None:
 
 def commands(folder: Path) -> list[list[str]]:
     """One compilation an object; nothing contracted, as everywhere."""
+    import pybind11  # which tests of an installed package lack
+
     cc, cxx = os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")
     common = ["-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", f"-I{CSRC}", "-c"]
     sanitize = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
