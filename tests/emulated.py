@@ -18,9 +18,12 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 EMULATION = Path(__file__).resolve().parent / "cuda" / "emulation"
+TORCH = Path(torch.__file__).resolve().parent  # which has pybind11, as the build takes it
 KERNELS = ("verify_cuda.cu", "commit_cuda.cu")
 # What the CPU backend calls itself here; the emulation has its names.
 RENAMED = ["-Dgdn_verify_conv_cpu=real_conv_cpu", "-Dgdn_verify_commit_cpu=real_commit_cpu"]
@@ -36,8 +39,6 @@ def cuda_headers() -> Path | None:
 
 def commands(folder: Path) -> list[list[str]]:
     """One compilation an object; nothing contracted, as everywhere."""
-    import pybind11  # which tests of an installed package lack
-
     cc, cxx = os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")
     common = ["-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", f"-I{CSRC}", "-c"]
     sanitize = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
@@ -48,7 +49,7 @@ def commands(folder: Path) -> list[list[str]]:
          str(CSRC / name)] for name in KERNELS
     ]  # fmt: skip
     found.append([*plus, *cuda, *sanitize, str(EMULATION / "emulation.cpp")])
-    found.append([*plus, f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}",
+    found.append([*plus, f"-I{sysconfig.get_path('include')}", "-isystem", str(TORCH / "include"),
                   str(CSRC / "pybind_core.cpp")])  # fmt: skip
     for source in sorted(CSRC.glob("*.c")):
         if source.name != "no_cuda.c":
