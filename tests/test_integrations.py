@@ -474,8 +474,7 @@ def test_layer_verifies(gdn, device, rollback, accepted):
     done = 0
     with torch.no_grad():
         for n in accepted:
-            cache._slots, cache._rows = slots, ints(device, *slots)
-            cache._positions = torch.empty(2, 4)
+            cache._begin(slots, 4)
             wrong = torch.randn(2, 4, d_inner).to(device)
             wrong[:, :n] = rows[:, done : done + n]
             output = cache.convolve(0, wrong, **shape)

@@ -252,7 +252,10 @@ class SpeculativeCache:
         self._accepted = torch.zeros(slots, dtype=torch.int32, device=device)
         self._slots: list[int] = []  # of the verify under way
         self._pending: set[int] = set()  # slots verified, whose tokens nobody has accepted
+        # of the verify under way too: see _begin
         self._rows = self._positions = torch.empty(0, dtype=torch.int64, device=device)
+        self._starts = torch.empty(0, dtype=torch.int32, device=device)  # num_accepted_tokens
+        self._end = 0  # positions of attention
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
@@ -319,27 +322,34 @@ class SpeculativeCache:
                 " were not accepted yet: their snapshots would be lost"
             )
         num_tokens = tokens.shape[1]
-        lengths = [self._lengths[slot] for slot in slots]
-        if num_tokens > self.num_tokens or max(lengths) + num_tokens > self.max_length:
+        longest = max(self._lengths[slot] for slot in slots)
+        if num_tokens > self.num_tokens or longest + num_tokens > self.max_length:
             raise ValueError(
-                f"{num_tokens} tokens after {max(lengths)} do not fit: the cache takes"
+                f"{num_tokens} tokens after {longest} do not fit: the cache takes"
                 f" {self.num_tokens} at a time and holds {self.max_length}"
             )
-        device = self._accepted.device
-        self._slots = list(slots)
-        self._pending.update(slots)
-        self._rows = torch.tensor(self._slots, dtype=torch.int32, device=device)
-        self._positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(
-            num_tokens, device=device
-        )
-        positions = torch.arange(max(lengths) + num_tokens, device=device)
+        self._begin(slots, num_tokens)
+        positions = torch.arange(self._end, device=self._rows.device)
         future = positions > self._positions[:, None, :, None]  # [C, 1, K, positions]
         dtype = model.get_input_embeddings().weight.dtype
-        mask = torch.zeros(future.shape, dtype=dtype, device=device)
+        mask = torch.zeros(future.shape, dtype=dtype, device=future.device)
         mask.masked_fill_(future, torch.finfo(dtype).min)
         masks = {"full_attention": mask, "linear_attention": None}
         # by position: the cache has another name in older versions
         return model(tokens, masks, self._positions, self).logits
+
+    def _begin(self, slots: Sequence[int], num_tokens: int) -> None:
+        """What every layer needs to know of a verify."""
+        device = self._accepted.device
+        lengths = [self._lengths[slot] for slot in slots]
+        self._slots = list(slots)
+        self._pending.update(slots)
+        self._rows = torch.tensor(self._slots, dtype=torch.int32, device=device)
+        self._starts = self._accepted[self._rows]
+        self._positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(
+            num_tokens, device=device
+        )
+        self._end = max(lengths) + num_tokens
 
     def accept(self, num_accepted: Sequence[int]) -> None:
         """Keeps the first `num_accepted[i]` tokens of the last verify's sequence i."""
@@ -385,7 +395,7 @@ class SpeculativeCache:
             conv_state_inter=self._conv_snapshots[layer],
             conv_state_indices=self._rows,
             inter_indices=self._rows,
-            num_accepted_tokens=self._accepted[self._rows] if follow else None,
+            num_accepted_tokens=self._starts if follow else None,
             update_state=False,
             **shape,
         )
@@ -404,7 +414,7 @@ class SpeculativeCache:
     ) -> Tensor:
         """The gated delta rule, token by token, with the state after each."""
         states = self._recurrent[layer]
-        state = states[self._rows, self._accepted[self._rows]]
+        state = states[self._rows, self._starts]
         states[self._rows, 0] = state
         outputs = []
         for t in range(query.shape[1]):
@@ -424,11 +434,10 @@ class SpeculativeCache:
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[C, heads, K, d]` at their positions, and all there are."""
-        end = max(self._lengths[slot] for slot in self._slots) + key.shape[2]
         found = []
         for store, new in ((self._keys[layer], key), (self._values[layer], value)):
             store[self._rows[:, None], :, self._positions] = new.transpose(1, 2)
-            found.append(store[self._rows, :, :end])
+            found.append(store[self._rows, :, : self._end])
         return found[0], found[1]
 
 
