@@ -286,12 +286,12 @@ def run(options: argparse.Namespace) -> bool:
     try:
         for rollback in ("accepted", "commit"):
             by = "num_accepted_tokens" if rollback == "accepted" else "commit_conv_state"
-            for drafter_name in ("lookup", "random", "planned"):
-                drafter = {
-                    "lookup": lookup,
-                    "random": random_drafter(),
-                    "planned": planned(prompts, greedy.tokens, plan),
-                }[drafter_name]
+            drafters: dict[str, Drafter] = {
+                "lookup": lookup,
+                "random": random_drafter(),
+                "planned": planned(prompts, greedy.tokens, plan),
+            }
+            for drafter_name, drafter in drafters.items():
                 name = f"{drafter_name}, {by}"
                 result = decode(model, prompts, new_tokens, options.drafts, drafter, rollback, name)
                 same = result.tokens == greedy.tokens
