@@ -119,7 +119,7 @@ static __global__ void __launch_bounds__(COMMIT_THREADS)
 static bool all_aligned(const gdn_verify_commit_problem *p, const gdn_verify_tensor *tensors,
                         int64_t bytes) {
   for (int64_t i = 0; i < p->n_layers; ++i)
-    if ((uintptr_t)tensors[i].data % (uint64_t)bytes != 0) return false;
+    if (!aligned(tensors[i].data, bytes)) return false;
   return true;
 }
 
@@ -159,7 +159,7 @@ static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, CommitMove
     launch->snapshot[i] = p->snapshots[first + i].data;
   }
   const int64_t most = 1 << 20;
-  const int64_t pairs = p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
+  const int64_t blocks = p->n_seq > most / launch->chunks ? most : p->n_seq * launch->chunks;
   const bool wide = p->element_size == 4;
   void (*const kernel)(const CommitLaunch) =
       move == MOVE_PAIRS ? commit_kernel<uint16_t, MOVE_PAIRS>
@@ -167,8 +167,8 @@ static cudaError_t launch_layers(CommitLaunch *launch, int64_t first, CommitMove
           ? (wide ? commit_kernel<uint32_t, MOVE_DENSE> : commit_kernel<uint16_t, MOVE_DENSE>)
       : wide ? commit_kernel<uint32_t, MOVE_CHANNELS>
              : commit_kernel<uint16_t, MOVE_CHANNELS>;
-  return gdn_verify_launch(kernel, dim3((unsigned)pairs, (unsigned)layers), dim3(COMMIT_THREADS), 0,
-                           false, stream, *launch);
+  return gdn_verify_launch(kernel, dim3((unsigned)blocks, (unsigned)layers), dim3(COMMIT_THREADS),
+                           0, false, stream, *launch);
 }
 
 extern "C" gdn_verify_status gdn_verify_commit_cuda(const gdn_verify_commit_params *params,

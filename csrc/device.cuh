@@ -60,6 +60,11 @@ static __device__ __forceinline__ float round_to(float x, int32_t dtype) {
   return x;
 }
 
+/* Whether a pack of so many bytes can lie there; for the launchers. */
+static inline bool aligned(const void *pointer, int64_t bytes) {
+  return (uintptr_t)pointer % (uint64_t)bytes == 0;
+}
+
 /* N elements side by side, moved by one instruction (or several of 16 bytes). */
 template <typename Element, int N>
 struct alignas(sizeof(Element) * N < 16 ? sizeof(Element) * N : 16) Pack {

@@ -82,15 +82,16 @@ static bool leaves_a_tail(const gdn_verify_problem *p) {
  * stores side by side. */
 static int choose_config(const gdn_verify_problem *p) {
   const bool windows = p->snapshot_kind == GDN_VERIFY_WINDOWS;
+  const bool wide_windows = windows && p->state_dtype == GDN_VERIFY_FLOAT32;
   const bool few = p->num_tokens <= 8;
   const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
   Config best;
-  if (windows && p->state_dtype == GDN_VERIFY_FLOAT32 && work <= 32)
+  if (wide_windows && work <= 32)
     best = work < 4     ? Config{2, 1, 3}
            : few        ? Config{2, 1, 0}
            : work <= 24 ? Config{2, 1, 3}
                         : Config{1, 3, 0};
-  else if (windows && p->state_dtype == GDN_VERIFY_FLOAT32)
+  else if (wide_windows)
     best = p->num_tokens < 4                        ? Config{2, 2, 0}
            : p->num_tokens > 18 || leaves_a_tail(p) ? Config{1, 3, 1}
                                                     : Config{1, 6, 0};
@@ -110,10 +111,6 @@ static int choose_config(const gdn_verify_problem *p) {
 }
 
 /* ---- the fast kernel ------------------------------------------------------------------------- */
-
-static bool aligned(const void *pointer, int64_t bytes) {
-  return (uintptr_t)pointer % (uint64_t)bytes == 0;
-}
 
 /* The layout of windows at `base` with the given strides, as far as packs of V channels can use it. */
 static WindowLayout layout_of(const void *base, int64_t size, int v, int64_t columns,
