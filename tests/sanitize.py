@@ -22,8 +22,8 @@ import compare
 import numpy as np
 import torch
 from cases import Case
-from small_calls import single, update
-from test_options import commit_case, int32, wrong_index_cases
+from small_calls import int32, single, update
+from test_options import commit_case, wrong_index_cases
 
 from gdn_verify import _core
 

@@ -6,6 +6,7 @@ import cases
 import compare
 import numpy as np
 import pytest
+from small_calls import int32
 
 from gdn_verify import reference
 
@@ -13,10 +14,6 @@ PAIRS = cases.covering_array(cases.FACTORS, cases.legal)
 SHIPPED_PAIRS = cases.covering_array(cases.SHIPPED_FACTORS, cases.legal)
 BATCHED = "verify_fused_conv_kn_batched"
 SMALL = {"head_dim": 32, "input_layout": "rows"}
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def check_against_reference(name: str, case: cases.Case) -> None:
