@@ -13,7 +13,7 @@ only. In all three:
 - `x` is `(batch, dim)` or `(batch, dim, seqlen)` with channels at stride 1: a transposed view of
   rows `[batch, seqlen, dim]`, as engines have it. Nothing is copied; another layout is an error.
 - The result has the shape and dtype of `x` and is new memory, its channels at stride 1 too. vLLM
-  writes it over `x`; here `x` keeps its values.
+  writes it over `x` unless `out` is given; here `x` keeps its values.
 - `conv_state` is updated in place, with any strides and of any of the operator's dtypes. A
   convolution takes the newest input as it came, where vLLM rounds it to the state's dtype first.
 - A slot that is negative or the padding id is padding: its state is left alone and its output is
@@ -21,8 +21,9 @@ only. In all three:
 - `weight` and `bias` have the dtype of `x` or float32; W is 2 to 8. There is no backward.
 
 What the operator cannot do is refused in one sentence that names the argument. Sentences of the
-operator itself name its own arguments: `new_input` is `x`, `cu_seqlens` is `query_start_loc`, and
-`conv_state_inter` with `inter_indices` is the sliding state or the window buffer with its index.
+operator itself name its own arguments: `new_input` is `x`, `output` is `out`, `cu_seqlens` is
+`query_start_loc`, and `conv_state_inter` with `inter_indices` is the sliding state or the window
+buffer with its index.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ __all__ = ["causal_conv1d_update", "causal_conv1d_update_sglang", "causal_conv1d
 # ---- what the three share ------------------------------------------------------------------------
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor, name: str = "x") -> Tensor:
     """`x` as the operator's rows `[batch, seqlen, dim]`, without a copy."""
     if x.dim() not in (2, 3):
         raise ValueError(
-            f"x has {x.dim()} dimensions, but it must be (batch, dim) or (batch, dim, seqlen)"
+            f"{name} has {x.dim()} dimensions, but it must be (batch, dim) or (batch, dim, seqlen)"
         )
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(
-            f"x has strides {tuple(x.stride())}, but its channels (dimension 1) must have stride 1,"
-            " as in a transposed view of rows [batch, seqlen, dim]: nothing is copied here"
+            f"{name} has strides {tuple(x.stride())}, but its channels (dimension 1) must have"
+            " stride 1, as in a transposed view of rows [batch, seqlen, dim]: nothing is copied"
         )
     return x.unsqueeze(1) if x.dim() == 2 else x.transpose(1, 2)
 
@@ -180,16 +181,17 @@ def causal_conv1d_update_vllm(
     query_start_loc: Tensor | None = None,
     max_query_len: int = -1,
     null_block_id: int | None = 0,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
     validate_data: bool = False,
+    out: Tensor | None = None,
     *,
     pad_slot_id: int | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
     qk_channels: int = 0,
     head_dim: int | None = None,
     l2_eps: float = 1e-6,
 ) -> Tensor:
-    """vLLM's `causal_conv1d_update`; see the module for what holds for all.
+    """vLLM's `causal_conv1d_update` (0.33.0); see the module for what holds for all.
 
     `conv_state` `(slots, dim, columns)` has W-1 columns, and one more for each speculative token.
 
@@ -206,10 +208,13 @@ def causal_conv1d_update_vllm(
     `num_accepted_tokens`, does not. Of `conv_state_indices` `(batch, blocks)` the first column
     counts.
 
-    Slot 0 is the null block; `pad_slot_id` is the older name, whose default was -1 (and None means
-    that only negative slots are padding). `validate_data` changes nothing: what can be checked is.
-    The block of `initial_state_idx` cannot be another than the one written, so that the prefix
-    caching of `block_idx_last_scheduled_token` is refused.
+    The result goes to `out`, where that is given: memory of its own, of the shape, dtype and layout
+    of `x`. Slot 0 is the null block (None means that only negative slots are padding).
+    `validate_data` changes nothing: what can be checked is.
+
+    Arguments of older versions are keyword only: `pad_slot_id` is `null_block_id`, whose default
+    was -1; `block_idx_last_scheduled_token` and `initial_state_idx` are refused, since the block
+    that is read cannot be another than the one written.
 
     Added: the norm (`qk_channels`, `head_dim`, `l2_eps`). The sliding state holds the snapshots.
     """
@@ -222,7 +227,7 @@ def causal_conv1d_update_vllm(
     if slots is not None and slots.dim() == 2:
         slots = slots[:, 0]
     options: dict[str, Any] = {"bias": bias, "l2_eps": l2_eps}
-    rows = _rows(x)
+    rows, output = _rows(x), None if out is None else _rows(out, "out")
     if query_start_loc is None:
         batch, num_tokens = rows.shape[0], rows.shape[1]
     else:
@@ -233,7 +238,7 @@ def causal_conv1d_update_vllm(
                 f"max_query_len is {max_query_len}, but with query_start_loc it must be the most"
                 " tokens of a sequence"
             )
-        rows, batch, num_tokens = x, slots.shape[0], max_query_len
+        rows, output, batch, num_tokens = x, out, slots.shape[0], max_query_len
         options["cu_seqlens"] = query_start_loc[: batch + 1]
         options["max_num_tokens"] = max_query_len
     padding = null_block_id if pad_slot_id is None else pad_slot_id
@@ -248,7 +253,9 @@ def causal_conv1d_update_vllm(
         options["conv_state_inter"] = _history(conv_state, weight, num_tokens)
         options["inter_indices"] = slots
         options["num_accepted_tokens"] = num_accepted_tokens[:batch]
-    output = _update(state, rows, weight, activation, qk_channels, head_dim, **options)
+    output = _update(
+        state, rows, weight, activation, qk_channels, head_dim, output=output, **options
+    )
     return output if query_start_loc is not None else _shaped_like(x, output)
 
 
@@ -313,7 +320,7 @@ def causal_conv1d_update_sglang(
     head_dim: int | None = None,
     l2_eps: float = 1e-6,
 ) -> Tensor:
-    """SGLang's `causal_conv1d_update`; see the module for what holds for all.
+    """SGLang's `causal_conv1d_update` (0.5.23); see the module for what holds for all.
 
     - `conv_state` `(slots, dim, W-1 columns or more)`: the first W-1 are the window.
     - `intermediate_conv_window` `[rows, seqlen or more, dim, W-1]` takes the window after every
@@ -325,8 +332,9 @@ def causal_conv1d_update_sglang(
       to `retrieve_parent_token`, as there. A tree leaves `conv_state` alone, where SGLang's kernel
       puts the last tokens there until the accepted window replaces them; without the first two,
       `retrieve_parent_token` is not looked at.
-    - `num_accept_tokens` is vLLM's `num_accepted_tokens`; its sliding state holds every window, so
-      that it is refused together with `intermediate_conv_window` or a tree.
+    - `num_accept_tokens` is vLLM's `num_accepted_tokens`, which is its name in SGLang 0.5.10 too;
+      its sliding state holds every window, so that it is refused together with
+      `intermediate_conv_window` or a tree.
     - The circular buffer of `cache_seqlens` is refused (SGLang's kernel ignores it). `metadata` and
       `validate_data` change nothing: what can be checked is.
 
