@@ -1,8 +1,9 @@
 """Stand-ins of the places in vLLM 0.33.0 and SGLang 0.5.23 that the adapters patch.
 
-Neither can be installed where the tests run. A stand-in has the module's path, and the names,
-arguments, shapes, strides and order of calls of the original around its verify step; what these
-functions compute is written here anew, in plain float32 loops, from what they are documented to do.
+Both need their GPU libraries, which are not there where the tests run. A stand-in has the module's
+path, and the names, arguments, shapes, strides and order of calls of the original around its verify
+step; what these functions compute is written here anew, in plain float32 loops, from what they are
+documented to do. Where the real package is installed, tests compare the two.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ class VllmLayer:
         self.conv1d = SimpleNamespace(weight=weight, bias=None)
         self.A_log = torch.rand(self.v_heads, device=device)
         self.dt_bias = torch.ones(self.v_heads, device=device)
-        blocks = 12
-        conv = torch.randn(blocks, 3 + drafts, self.d_inner).to(dtype).to(device)
+        blocks, shape = 12, (3 + drafts, self.d_inner)
+        size = shape[0] * shape[1]
+        pages = torch.randn(blocks, size + 64).to(dtype).to(device)  # a block is a part of its page
+        if module.is_conv_state_dim_first():
+            shape = shape[::-1]
+        conv = pages[:, :size].view(blocks, *shape)
         ssm = torch.randn(blocks, self.v_heads, 16, 16).to(device)
         self.kv_cache = (conv, ssm)
 
@@ -89,7 +94,8 @@ class VllmLayer:
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         meta = self.attn_metadata
-        conv_state = self.kv_cache[0].transpose(-1, -2)
+        dim_first = self.module.is_conv_state_dim_first()
+        conv_state = self.kv_cache[0] if dim_first else self.kv_cache[0].transpose(-1, -2)
         weight = self.conv1d.weight
         conv_weights = weight.view(weight.size(0), weight.size(2))
         rule: Any = self.module.fused_sigmoid_gating_delta_rule_update
@@ -140,7 +146,7 @@ class VllmLayer:
         core_attn_out[: meta.num_actual_tokens] = output.squeeze(0)
 
 
-def _vllm_update(
+def vllm_update(
     x: Tensor,
     conv_state: Tensor,
     weight: Tensor,
@@ -155,7 +161,6 @@ def _vllm_update(
     out: Tensor | None = None,
 ) -> Tensor:
     """Writes over x. With accepted counts the state slides: W-2 of the past, then the inputs."""
-    assert conv_state.stride(1) == 1
     assert conv_state_indices is not None
     out = x if out is None else out
     starts = range(len(x) + 1) if query_start_loc is None else query_start_loc.tolist()
@@ -173,7 +178,7 @@ def _vllm_update(
     return out
 
 
-def _vllm_rule(
+def vllm_rule(
     A_log: Tensor,
     a: Tensor,
     b: Tensor,
@@ -190,6 +195,7 @@ def _vllm_rule(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    is_kda: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Block t of a sequence takes the state after its token t."""
     assert initial_state is not None
@@ -222,8 +228,9 @@ def _vllm_rule(
 def put_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     path = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
     module: Any = put_module(monkeypatch, path)
-    module.causal_conv1d_update = _vllm_update
-    module.fused_sigmoid_gating_delta_rule_update = _vllm_rule
+    module.causal_conv1d_update = vllm_update
+    module.fused_sigmoid_gating_delta_rule_update = vllm_rule
+    module.is_conv_state_dim_first = lambda: False  # VLLM_SSM_CONV_STATE_LAYOUT=DS
     # a class of its own for every test: the adapter patches it
     module.QwenGatedDeltaNetAttention = type("QwenGatedDeltaNetAttention", (VllmLayer,), {})
     return module
@@ -297,7 +304,7 @@ class SglangBackend:
         )
 
 
-def _sglang_update(
+def sglang_update(
     x: Tensor,
     conv_state: Tensor,
     weight: Tensor,
@@ -336,5 +343,5 @@ def _sglang_update(
 
 def put_sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module: Any = put_module(monkeypatch, "sglang.srt.layers.attention.linear.gdn_backend")
-    module.causal_conv1d_update = _sglang_update
+    module.causal_conv1d_update = sglang_update
     return module

@@ -1,12 +1,21 @@
-"""The operator inside transformers, vLLM and SGLang; of the last two there are stand-ins."""
+"""The operator inside transformers, vLLM and SGLang; of the last two there are stand-ins.
+
+Where vLLM or SGLang is installed, the stand-ins and the drop-ins are compared with it, so that none
+of them can fall behind: another version than the one they are written for fails where it differs.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import inspect
 import itertools
 import logging
 import re
-from collections.abc import Iterator
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,14 +95,16 @@ def vllm_run(module: Any, device: str, dtype: torch.dtype) -> tuple[list[Tensor]
             lengths = [4, 1 + step % 4]
             meta, tokens = spec_step(layer, device, lengths, accepted), sum(lengths)
             accepted = [1 + (step * 7 + i) % length for i, length in enumerate(lengths)]
-        rows = torch.randn(tokens, layer.d_inner).to(dtype).to(device)
+        rows = torch.randn(tokens, layer.d_inner + 32).to(dtype).to(device)[:, : layer.d_inner]
         gates = torch.randn(2, tokens, layer.v_heads).to(device)
         outputs.append(layer.forward(meta, rows, *gates))
     return outputs, *layer.kv_cache
 
 
+@pytest.mark.parametrize("dim_first", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
-def test_vllm_step(vllm, device, dtype, bound):
+def test_vllm_step(vllm, device, dtype, bound, dim_first):
+    vllm.is_conv_state_dim_first = lambda: dim_first
     expected = vllm_run(vllm, device, dtype)
     vllm_plugin.install()
     found = vllm_run(vllm, device, dtype)
@@ -191,25 +202,61 @@ def test_vllm_entry_point(vllm, monkeypatch):
     assert vllm.causal_conv1d_update is not before
 
 
+@pytest.fixture
+def vllm_not_imported() -> Iterator[None]:
+    def take() -> dict[str, Any]:
+        names = [name for name in sys.modules if name.split(".")[0] == "vllm"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    kept = take()
+    yield
+    vllm_plugin.remove()
+    take()
+    sys.modules.update(kept)
+
+
+def test_vllm_register_waits_for_the_import(vllm_not_imported, monkeypatch, tmp_path):
+    """That of the module would initialise CUDA where nothing else does."""
+    path = tmp_path.joinpath(*vllm_plugin.MODULE.split("."))
+    path.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    path.with_suffix(".py").write_text(
+        "causal_conv1d_update = fused_sigmoid_gating_delta_rule_update = min\n"
+        "class QwenGatedDeltaNetAttention:\n"
+        "    _forward_core = max\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GDN_VERIFY_VLLM", "1")
+    finders = list(sys.meta_path)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert vllm_plugin.MODULE not in sys.modules
+    module = importlib.import_module(vllm_plugin.MODULE)
+    assert module.causal_conv1d_update is not min
+    assert module.QwenGatedDeltaNetAttention._forward_core is not max
+    vllm_plugin.remove()
+    assert module.causal_conv1d_update is min
+    assert sys.meta_path == finders
+
+
 @pytest.mark.parametrize("missing", ["vllm", "module", "rule", "layer"])
-def test_vllm_that_is_another(monkeypatch, caplog, missing):
+def test_vllm_that_is_another(vllm_not_imported, monkeypatch, caplog, missing):
     """One sentence; the server goes on."""
-    sentence = "another"
-    if missing in ("rule", "layer"):
+    sentence = {"vllm": "not installed", "module": "0.33 has"}.get(missing, "another")
+    if missing == "vllm":
+
+        def find_spec(name: str, *_: Any) -> None:
+            if name == "vllm":
+                raise ModuleNotFoundError(name=name)
+
+        finders = [SimpleNamespace(find_spec=find_spec), *sys.meta_path]
+        monkeypatch.setattr(sys, "meta_path", finders)
+    elif missing == "module":
+        standins.put_module(monkeypatch, "vllm.model_executor")
+    else:
         module: Any = standins.put_vllm(monkeypatch)
         name = "fused_sigmoid_gating_delta_rule_update"
         delattr(module, name if missing == "rule" else "QwenGatedDeltaNetAttention")
-    else:
-        sentence = "not installed" if missing == "vllm" else "0.33 has"
-        name = "vllm" if missing == "vllm" else "vllm.model_executor"
-        real = importlib.import_module
-
-        def absent(path: str) -> Any:
-            if path.startswith("vllm"):
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-            return real(path)
-
-        monkeypatch.setattr(vllm_plugin.importlib, "import_module", absent)
     with pytest.raises(ImportError, match=sentence):
         vllm_plugin.install()
     monkeypatch.setenv("GDN_VERIFY_VLLM", "1")
@@ -229,11 +276,15 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
     return standins.put_sglang(monkeypatch)
 
 
-def run_the_guide() -> None:
+def the_guide() -> str:
     page = ROOT / "docs" / "integration-sglang.md"
     if not page.exists():
         pytest.skip("needs the documents of the source tree")
-    (code,) = re.findall(r"```python\n(# my_plugins.py\n.*?)```", page.read_text("utf-8"), re.S)
+    return page.read_text("utf-8")
+
+
+def run_the_guide() -> None:
+    (code,) = re.findall(r"```python\n(# my_plugins.py\n.*?)```", the_guide(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
     names["register"]()
@@ -311,6 +362,151 @@ def test_sglang_tree_needs_windows_of_its_own(device):
             retrieve_next_token=ints(device, 1, 2, 3, -1)[None],
             retrieve_next_sibling=ints(device, -1, -1, -1, -1)[None],
         )
+
+
+# ---- what is installed, beside the stand-ins -----------------------------------------------------
+
+
+def source(module: str) -> ast.Module:
+    """Of a module that need not be importable here."""
+    package, *path = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip(f"needs {package}")
+    place = Path(next(iter(spec.submodule_search_locations))).joinpath(*path)
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return ast.parse(file.read_text("utf-8"))
+
+
+def definition(module: str, name: str) -> tuple[str, Any]:
+    """Where a module has `name` from, and the function, class or value that it is there."""
+    for node in source(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return module, ast.literal_eval(node.value)
+        if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
+            package = f"{module}." if node.level else ""  # relative ones are those of packages
+            return definition(f"{package}{node.module}", name)
+    raise AssertionError(f"{module} has no {name}")
+
+
+def their_parameters(module: str, name: str) -> list[tuple[str, Any]]:
+    """Names and defaults in order, None where there is no default."""
+    home, function = definition(module, name)
+    given = function.args.defaults
+    values = [
+        definition(home, x.id)[1] if isinstance(x, ast.Name) else ast.literal_eval(x) for x in given
+    ]
+    names = [x.arg for x in function.args.args]
+    return list(zip(names, [None] * (len(names) - len(values)) + values, strict=True))
+
+
+def our_parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [
+        (p.name, None if p.default is p.empty else p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+
+
+def calls(tree: ast.AST, name: str, keyword: str) -> list[tuple[int, list[str | None]]]:
+    """How `name` is called with `keyword`: how many arguments by position, and those by name."""
+    return [
+        (len(node.args), names)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name
+        if keyword in (names := [x.arg for x in node.keywords])
+    ]
+
+
+def test_vllm_installed_signatures():
+    module = vllm_plugin.MODULE
+    theirs = their_parameters(module, "causal_conv1d_update")
+    assert our_parameters(compat.causal_conv1d_update_vllm) == theirs
+    assert our_parameters(standins.vllm_update) == theirs
+    rule = "fused_sigmoid_gating_delta_rule_update"
+    assert our_parameters(standins.vllm_rule) == their_parameters(module, rule)
+    assert definition("vllm.plugins", "DEFAULT_PLUGINS_GROUP")[1] == "vllm.general_plugins"
+
+
+@pytest.mark.parametrize("dim_first", [False, True])
+def test_vllm_installed_layer(monkeypatch, dim_first):
+    """Its own methods and the stand-in's call the same functions with the same bits; patched, its
+    own go on from the operator's."""
+    try:
+        module: Any = importlib.import_module(vllm_plugin.MODULE)
+        backend = importlib.import_module("vllm.v1.attention.backends.gdn_attn")
+    except ImportError as error:
+        pytest.skip(f"needs vLLM: {error}")
+    layer_class = module.QwenGatedDeltaNetAttention
+    functions = {
+        "causal_conv1d_update": standins.vllm_update,
+        "fused_sigmoid_gating_delta_rule_update": standins.vllm_rule,
+        "is_conv_state_dim_first": lambda: dim_first,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(module, name, function)
+
+    def metadata(step: SimpleNamespace) -> Any:
+        counts = ("prefill", "decode", "spec_decode")
+        zeros = [f"num_{count}{of}" for count in counts for of in ("s", "_tokens")]
+        return backend.GDNAttentionMetadata(**dict.fromkeys(zeros, 0) | vars(step))
+
+    class Layer(standins.VllmLayer):
+        prefix = "layer"
+        enable_packed_recurrent_decode = False
+        rearrange_mixed_qkv = layer_class.rearrange_mixed_qkv
+
+        def _forward_core(self, *args: Any, **kwargs: Any) -> None:
+            context = SimpleNamespace(attn_metadata={"layer": metadata(self.attn_metadata)})
+            monkeypatch.setattr(module, "get_forward_context", lambda: context)
+            layer_class._forward_core(self, *args, **kwargs)
+
+    def run(layer: type) -> tuple[list[Tensor], Tensor, Tensor]:
+        stand_in = SimpleNamespace(**functions, QwenGatedDeltaNetAttention=layer)
+        return vllm_run(stand_in, "cpu", torch.float32)
+
+    def convolved() -> Tensor:
+        """What the kernel with its own norm is given."""
+        layer: Any = Layer(SimpleNamespace(**functions), DRAFTS, "cpu", torch.float32)
+        found: list[Tensor] = []
+        name = "_forward_core_decode_spec_post_conv_fused_norm"
+        setattr(layer, name, lambda **given: found.append(given["mixed_qkv"]))
+        step, rows = metadata(spec_step(layer, "cpu", [4, 4], [1, 2])), torch.randn(8, 128)
+        others = dict.fromkeys(("b", "a", "output_gate", "core_attn_out"), rows)
+        layer_class._forward_core_decode_spec_fused_norm(
+            layer, mixed_qkv=rows.clone(), attn_metadata=step, **others
+        )
+        return found[0]
+
+    expected, theirs, kernel = run(standins.VllmLayer), run(Layer), convolved()
+    for i in (1, 2):
+        assert torch.equal(theirs[i], expected[i])
+    assert all(map(torch.equal, theirs[0], expected[0]))
+    try:
+        vllm_plugin.install()
+        ours, our_kernel = run(Layer), convolved()
+    finally:
+        vllm_plugin.remove()
+    assert torch.equal(ours[1], expected[1])
+    assert not all(map(torch.equal, ours[0], expected[0]))  # it was the operator
+    bound = {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close((ours[0], ours[2]), (expected[0], expected[2]), **bound)
+    torch.testing.assert_close(our_kernel, kernel, **bound)
+
+
+def test_sglang_installed_signatures():
+    module, name = "sglang.srt.layers.attention.linear.gdn_backend", "causal_conv1d_update"
+    theirs = their_parameters(module, name)
+    assert our_parameters(compat.causal_conv1d_update_sglang) == theirs
+    assert our_parameters(standins.sglang_update) == theirs
+    verify = ast.parse(textwrap.dedent(inspect.getsource(standins.SglangBackend.verify)))
+    backend = definition(module, "GDNAttnBackend")[1]
+    keyword = "intermediate_conv_window"
+    assert calls(backend, name, keyword) == calls(verify, name, keyword)
+    group = definition("sglang.srt.plugins", "GENERAL_PLUGINS_GROUP")[1]
+    assert f'[project.entry-points."{group}"]' in the_guide()
 
 
 # ---- transformers --------------------------------------------------------------------------------

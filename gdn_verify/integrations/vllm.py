@@ -3,14 +3,16 @@
     GDN_VERIFY_VLLM=1 vllm serve ...
 
 vLLM finds `register` by its entry point (`vllm.general_plugins`) in each of its processes. Without
-the variable it does nothing, so that installing this package changes no server.
+the variable it does nothing, so that installing this package changes no server; with it, it waits
+until vLLM imports the module, since that import initialises CUDA, which processes that only talk
+to the model must not (vLLM cannot fork after it).
 
 What is replaced is the convolution of speculative steps alone, in `QwenGatedDeltaNetAttention`:
 
 - `causal_conv1d_update` of the module, where it is called with `num_accepted_tokens`: x `[tokens,
-  D]`, packed by `query_start_loc`; the pool `(blocks, D, W-1 + drafts)`, whose channels have stride
-  1, is a history that is its own state; the block of each sequence is the first column of
-  `spec_state_indices_tensor`; block 0 is padding.
+  D]`, packed by `query_start_loc`; the pool `(blocks, D, W-1 + drafts)`, in which channels have
+  stride 1 (or tokens: `VLLM_SSM_CONV_STATE_LAYOUT=DS`), is a history that is its own state; the
+  block of each sequence is the first column of `spec_state_indices_tensor`; block 0 is padding.
 - Inside `_forward_core` the same launch normalises q and k, and
   `fused_sigmoid_gating_delta_rule_update` is told not to. The fused CUDA kernel that vLLM has for a
   step's recurrence cannot be told: on the way to it (`_forward_core_decode_spec_fused_norm`) the
@@ -23,9 +25,15 @@ with one warning in the log.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import logging
 import os
+import sys
 import threading
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from ..compat import causal_conv1d_update_vllm
@@ -52,10 +60,47 @@ class _Step(threading.local):
 _step = _Step()
 
 
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Installs when vLLM has imported its module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _install_or_warn()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_on_import = _OnImport()
+
+
 def register() -> None:
-    """The entry point: installs where `GDN_VERIFY_VLLM` is 1, and never ends the server."""
+    """The entry point: where `GDN_VERIFY_VLLM` is 1, installs now or when vLLM imports its module.
+
+    It never ends the server.
+    """
     if os.environ.get("GDN_VERIFY_VLLM") != "1":
         return
+    try:
+        waits = MODULE not in sys.modules and importlib.util.find_spec(MODULE) is not None
+    except ModuleNotFoundError:  # a package of it is missing: install says so
+        waits = False
+    if not waits:
+        _install_or_warn()
+    elif _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
+
+
+def _install_or_warn() -> None:
     try:
         install()
     except ImportError as error:
@@ -86,7 +131,9 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Undoes `install`."""
+    """Undoes `install` and `register`."""
+    if _on_import in sys.meta_path:
+        sys.meta_path.remove(_on_import)
     while _originals:
         (owner, name), original = _originals.popitem()
         setattr(owner, name, original)
