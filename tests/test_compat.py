@@ -208,6 +208,27 @@ def test_vllm_packed(device, lengths, speculative):
     assert same(state, expected)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_vllm_out(device, packed):
+    """The same bits in memory that is given, here a part of longer rows; x keeps its values."""
+    weight, bias = weights(device, torch.bfloat16)
+    x = channel_last(device, torch.bfloat16, 2, D, 3)
+    out = channel_last(device, torch.bfloat16, 2, D, 3)
+    options = {"conv_state_indices": ints(device, 1, 2), "num_accepted_tokens": ints(device, 1, 3)}
+    if packed:
+        x, out = (rows.transpose(1, 2).flatten(0, 1) for rows in (x, out))
+        options |= {"query_start_loc": ints(device, 0, 3, 6), "max_query_len": 3}
+    state = channel_last(device, torch.bfloat16, 3, D, W - 2 + 3)
+    copy, before = state.clone(), x.clone()
+    expected = VLLM(x, copy, weight, bias, "silu", **options, **NORM)
+    found = VLLM(x, state, weight, bias, "silu", **options, **NORM, out=out)
+    assert found.data_ptr() == out.data_ptr()
+    assert found.shape == x.shape
+    assert same(out, expected)
+    assert same(state, copy)
+    assert same(x, before)
+
+
 def test_vllm_older_padding(device):
     weight, _ = weights(device, torch.float32)
     for padding, live in (
@@ -373,7 +394,7 @@ def test_signatures():
     assert positional(compat.causal_conv1d_update) == common + "cache_seqlens, conv_state_indices"
     assert positional(VLLM) == common + (
         "conv_state_indices, num_accepted_tokens, query_start_loc, max_query_len=-1,"
-        " null_block_id=0, block_idx_last_scheduled_token, initial_state_idx, validate_data=False"
+        " null_block_id=0, validate_data=False, out"
     )
     assert positional(SGLANG) == common + (
         "cache_seqlens, conv_state_indices, num_accept_tokens, intermediate_conv_window,"
@@ -418,6 +439,8 @@ def refusals(device: str) -> list[tuple[Callable[..., Tensor], dict, str]]:
         (dao, {"conv_state": wide(5)}, "conv_state has 5 columns"),
         (VLLM, {"block_idx_last_scheduled_token": one}, "block_idx_last_scheduled_token is given"),
         (VLLM, {"initial_state_idx": one}, "initial_state_idx is given"),
+        (VLLM, {"out": wide(3)}, "out has strides .* channels"),
+        (VLLM, {"out": channel_last(device, torch.float32, 2, D, 2)}, "output must be"),
         (VLLM, {**packed, "max_query_len": 3}, "conv_state_indices must be given"),
         (VLLM, {**packed, "conv_state_indices": one}, "max_query_len is -1"),
         (VLLM, {"num_accepted_tokens": one}, "conv_state has 3 columns.* at least 5"),
