@@ -14,6 +14,11 @@ from typing import Any
 ADAPTERS = ("vllm", "sglang", "causal_conv1d", "fla")
 
 
+def norm_bytes(point: Any) -> int:
+    """Of a norm that takes q and k from a dense copy: both are read and written twice."""
+    return 4 * point.c * point.k * point.shape.qk_channels * 2
+
+
 def load() -> tuple[list[Any], dict[str, str]]:
     """The contenders of all that is installed, and package -> its version or why it is absent."""
     found: list[Any] = []

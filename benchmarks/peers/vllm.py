@@ -1,13 +1,18 @@
 """vLLM: the Triton `causal_conv1d_update` as its Gated DeltaNet layers call it to verify drafts.
 
-A sliding bfloat16 state of K + 2 inputs, from which `num_accepted_tokens` picks the start: 2 bytes
-a channel and token, no windows. The output overwrites the input. The norm is a second launch.
+Written against 0.33.0. A sliding bfloat16 state of K + 2 inputs, from which `num_accepted_tokens`
+picks the start: 2 bytes a channel and token, no windows. The output overwrites the input. From
+Hopper on its launches are dependent ones. To verify, vLLM normalises q and k inside the recurrence;
+"conv + L2" puts its `l2norm_fwd` behind the convolution, which takes dense heads: a copy and a
+launch more.
 """
 
 from __future__ import annotations
 
 import contenders as own
 import torch
+
+from . import norm_bytes
 
 PACKAGE = DISTRIBUTION = "vllm"
 
@@ -21,15 +26,16 @@ class Buffers:
         # token-major, and slot 0 is padding
         self.state = torch.randn(c + 1, k + 2, d, **bfloat16).transpose(1, 2)
         self.weight = torch.randn(d, 4, **bfloat16)
-        self.slots = torch.arange(1, c + 1, **int32)
+        # a column of the blocks of each sequence
+        self.slots = torch.arange(1, c + 1, **int32)[:, None].repeat(1, k)[:, 0]
         self.accepted = torch.ones(c, **int32)
         self.starts = torch.arange(0, (c + 1) * k, k, **int32)
         self.k = k
 
 
 def contenders() -> list[own.Contender]:
-    from vllm.model_executor.layers.fla.ops.l2norm import l2norm_fwd
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+    from vllm.third_party.flash_linear_attention.ops.l2norm import l2norm_fwd
 
     def conv(b: Buffers, shape: own.Shape) -> torch.Tensor:
         return causal_conv1d_update(
@@ -51,19 +57,21 @@ def contenders() -> list[own.Contender]:
 
     def moved(point: own.Point) -> int:
         row = point.c * point.shape.d_inner * 2
-        return row * (2 * point.k + 2 * (point.k + 2)) + point.shape.d_inner * 8
+        return row * (2 * point.k + 3 + point.k + 2) + point.shape.d_inner * 8
 
     common = {
         "snapshot_bytes": 2,
         "buffers": lambda point, sets: [Buffers(point) for _ in range(sets)],
-        "bytes": moved,
         "equal": None,
     }
     state = "sliding bfloat16 state of K + 2 inputs, no windows"
     return [
-        own.Contender("vLLM conv", f"{state}; no norm", False, conv, **common),
         own.Contender(
-            "vLLM conv + L2", f"{state}; the norm is another launch", True, conv_norm,
-            operations=lambda point: 3, **common,
+            "vLLM conv", f"{state}; dependent launch; no norm", False, conv, bytes=moved, **common
+        ),
+        own.Contender(
+            "vLLM conv + L2", f"{state}; then a copy of q and k and their norm", True, conv_norm,
+            operations=lambda point: 3, bytes=lambda point: moved(point) + norm_bytes(point),
+            **common,
         ),
     ]  # fmt: skip
