@@ -60,6 +60,26 @@ static __device__ __forceinline__ float round_to(float x, int32_t dtype) {
   return x;
 }
 
+/* What they are given, unknown to the compiler: it does not take apart the sum that a pointer is, to do it
+ * again at each use, nor keep in registers what it worked out from a number before. */
+template <typename Element>
+static __device__ __forceinline__ Element *opaque(Element *global) {
+#if defined(__CUDA_ARCH__)
+  size_t address = __cvta_generic_to_global(global);
+  asm volatile("" : "+l"(address));
+  return (Element *)__cvta_global_to_generic(address);
+#else
+  return global;
+#endif
+}
+
+static __device__ __forceinline__ int opaque(int x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 /* Whether a pack of so many bytes can lie there; for the launchers. */
 static inline bool aligned(const void *pointer, int64_t bytes) {
   return (uintptr_t)pointer % (uint64_t)bytes == 0;

@@ -72,18 +72,75 @@ static __device__ __forceinline__ Element *at(Element *p, int count, int stride)
   return (Element *)((Byte *)p + (int64_t)count * stride);
 }
 
+/* ---- a thread's channels ----------------------------------------------------------------------- */
+
+/* The V channels of a thread are pieces of PIECE neighbours, which move together. The pieces lie evenly
+ * apart within a group of 32 channels, so that a warp's stores of one piece are side by side. */
+template <int V, int PIECE>
+static __host__ __device__ __forceinline__ constexpr int channel_of(int v) {
+  return v / PIECE * (GDN_VERIFY_GROUP / (V / PIECE)) + v % PIECE;
+}
+
+/* An entry of them as it was loaded. */
+template <typename Element, int V, int PIECE>
+struct Entry {
+  Raw<Element, PIECE> piece[V / PIECE];
+};
+
+template <int V, int PIECE, typename Element>
+static __device__ __forceinline__ Entry<Element, V, PIECE> load_entry(const Element *from) {
+  Entry<Element, V, PIECE> entry;
+#pragma unroll
+  for (int v = 0; v < V; v += PIECE)
+    entry.piece[v / PIECE] = load_raw<Element, PIECE>(from + channel_of<V, PIECE>(v));
+  return entry;
+}
+
+template <typename Element, int V, int PIECE>
+static __device__ __forceinline__ void convert(const Entry<Element, V, PIECE> &entry,
+                                               float (&x)[V]) {
+#pragma unroll
+  for (int v = 0; v < V; ++v) x[v] = raw_to_float(entry.piece[v / PIECE], v % PIECE);
+}
+
+template <typename Element, int V, int PIECE>
+static __device__ __forceinline__ void pin(Entry<Element, V, PIECE> &entry) {
+#pragma unroll
+  for (int p = 0; p < V / PIECE; ++p) pin(entry.piece[p]);
+}
+
+/* Stores one as it was loaded, or x. */
+template <typename Element, int V, int PIECE>
+static __device__ __forceinline__ void store_entry(Element *to,
+                                                   const Entry<Element, V, PIECE> &entry) {
+#pragma unroll
+  for (int v = 0; v < V; v += PIECE)
+    store_raw(to + channel_of<V, PIECE>(v), entry.piece[v / PIECE]);
+}
+
+template <int PIECE, typename Element, int V>
+static __device__ __forceinline__ void store_entry(Element *to, const float (&x)[V]) {
+#pragma unroll
+  for (int v = 0; v < V; v += PIECE) {
+    float piece[PIECE];
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) piece[i] = x[v + i];
+    store_pack<Element, PIECE>(to + channel_of<V, PIECE>(v), piece);
+  }
+}
+
 /* ---- start windows ---------------------------------------------------------------------------- */
 
 /* Loads what a start window contributes to x of a thread whose first token is `first`: x[j] is the
  * entry of token first + j - 3, as far as that is below 0. The window has `columns` columns. */
-template <typename State, int V>
+template <int PIECE, typename State, int V>
 static __device__ __forceinline__ void load_columns(const State *from, int layout,
                                                     int channel_stride, int column_stride,
                                                     int columns, int first, float (*x)[V]) {
   if (first == 0 && layout == LAYOUT_CHANNEL_MAJOR) {
     Raw<State, 4> window[V];
 #pragma unroll
-    for (int v = 0; v < V; ++v) window[v] = load_raw<State, 4>(from + 4 * v);
+    for (int v = 0; v < V; ++v) window[v] = load_raw<State, 4>(from + 4 * channel_of<V, PIECE>(v));
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
@@ -93,10 +150,10 @@ static __device__ __forceinline__ void load_columns(const State *from, int layou
   }
   from = at(from, columns - 3 + first, column_stride);
   if (layout == LAYOUT_TOKEN_MAJOR) {
-    Raw<State, V> column[3] = {};
+    Entry<State, V, PIECE> column[3] = {};
 #pragma unroll
     for (int j = 0; j < 3; ++j)
-      if (first + j < 3) column[j] = load_raw<State, V>(at(from, j, column_stride));
+      if (first + j < 3) column[j] = load_entry<V, PIECE>(at(from, j, column_stride));
 #pragma unroll
     for (int j = 0; j < 3; ++j) convert(column[j], x[j]);
     return;
@@ -105,7 +162,9 @@ static __device__ __forceinline__ void load_columns(const State *from, int layou
   for (int j = 0; j < 3; ++j) {
 #pragma unroll
     for (int v = 0; v < V; ++v)
-      if (first + j < 3) x[j][v] = to_float(*at(at(from, j, column_stride), v, channel_stride));
+      if (first + j < 3)
+        x[j][v] =
+            to_float(*at(at(from, j, column_stride), channel_of<V, PIECE>(v), channel_stride));
   }
 }
 
@@ -113,58 +172,63 @@ static __device__ __forceinline__ void load_columns(const State *from, int layou
 
 /* Stores N columns x[0 .. N - 1], of which the first `skip` are left out. STREAM: nobody reads them
  * soon. */
-template <typename State, int LAYOUT, int V, int N, bool STREAM = false>
+template <typename State, int LAYOUT, int V, int PIECE, int N, bool STREAM = false>
 static __device__ __forceinline__ void store_columns(State *to, int channel_stride,
                                                      int column_stride, int skip,
                                                      const float (*x)[V]) {
   if constexpr (LAYOUT == LAYOUT_CHANNEL_MAJOR) {
     static_assert(N == FAST_D_CONV, "a whole window");
-    float windows[4 * V];
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < V; v += PIECE) {
+      float windows[4 * PIECE];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) windows[4 * v + j] = x[j][v];
+      for (int i = 0; i < PIECE; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) windows[4 * i + j] = x[j][v + i];
+      }
+      store_pack<State, 4 * PIECE, STREAM>(to + 4 * channel_of<V, PIECE>(v), windows);
     }
-    store_pack<State, 4 * V, STREAM>(to, windows);
   } else {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (j < skip) continue;
       if constexpr (LAYOUT == LAYOUT_TOKEN_MAJOR) {
-        store_pack<State, V>(to, x[j]);
+        store_entry<PIECE>(to, x[j]);
       } else {
 #pragma unroll
-        for (int v = 0; v < V; ++v) *at(to, v, channel_stride) = from_float<State>(x[j][v]);
+        for (int v = 0; v < V; ++v)
+          *at(to, channel_of<V, PIECE>(v), channel_stride) = from_float<State>(x[j][v]);
       }
       to = at(to, 1, column_stride);
     }
   }
 }
 
-/* Stores x, which is what `raw` holds: as it came where the dtypes agree. */
-template <typename State, typename Input, int LAYOUT, int V>
-static __device__ __forceinline__ void store_entry(State *to, int channel_stride,
-                                                   const Raw<Input, V> &raw, const float (*x)[V]) {
+/* Stores x, which is what `entry` holds, as a row of the history: as it came where the dtypes agree. */
+template <typename State, typename Input, int LAYOUT, int V, int PIECE>
+static __device__ __forceinline__ void store_row(State *to, int channel_stride,
+                                                 const Entry<Input, V, PIECE> &entry,
+                                                 const float (*x)[V]) {
   if constexpr (LAYOUT == LAYOUT_TOKEN_MAJOR && std::is_same<State, Input>::value)
-    store_raw(to, raw);
+    store_entry(to, entry);
   else
-    store_columns<State, LAYOUT, V, 1>(to, channel_stride, 0, 0, x);
+    store_columns<State, LAYOUT, V, PIECE, 1>(to, channel_stride, 0, 0, x);
 }
 
 /* The snapshots of this thread's tokens: windows, or rows of the history. entry and x as in the
  * kernel; `to` is snapshot or row 0 of this thread's channels. */
-template <typename State, typename Input, int LAYOUT, int V, int T>
+template <typename State, typename Input, int LAYOUT, int V, int PIECE, int T>
 static __device__ __forceinline__ void store_snapshots(State *to, int kind, int state_len,
                                                        const FastLaunch &launch, int first,
                                                        int rows,
-                                                       const Raw<Input, V> (&entry)[T + 3],
+                                                       const Entry<Input, V, PIECE> (&entry)[T + 3],
                                                        const float (&x)[T + 3][V]) {
   if (LAYOUT == LAYOUT_CHANNEL_MAJOR || kind == GDN_VERIFY_WINDOWS) {
-    to = at(to, first, launch.snapshot_token);
+    to = opaque(at(to, first, launch.snapshot_token));
 #pragma unroll
     for (int t = 0; t < T; ++t) {
-      if (first + t < rows)
-        store_columns<State, LAYOUT, V, FAST_D_CONV, true>(
+      if (t < rows - first)
+        store_columns<State, LAYOUT, V, PIECE, FAST_D_CONV, true>(
             at(to, t, launch.snapshot_token), launch.snapshot_channel, launch.snapshot_column,
             FAST_D_CONV - state_len, x + t);
     }
@@ -173,14 +237,14 @@ static __device__ __forceinline__ void store_snapshots(State *to, int kind, int 
     constexpr int ROW_LAYOUT = LAYOUT == LAYOUT_TOKEN_MAJOR ? LAYOUT_TOKEN_MAJOR : LAYOUT_STRIDED;
     const int lead = state_len - 1;
     if (first == 0)
-      store_columns<State, ROW_LAYOUT, V, 3>(to, launch.snapshot_channel, launch.snapshot_token,
-                                             3 - lead, x);
-    to = at(to, first + lead, launch.snapshot_token);
+      store_columns<State, ROW_LAYOUT, V, PIECE, 3>(to, launch.snapshot_channel,
+                                                    launch.snapshot_token, 3 - lead, x);
+    to = opaque(at(to, first + lead, launch.snapshot_token));
 #pragma unroll
     for (int t = 0; t < T; ++t) {
-      if (first + t < rows)
-        store_entry<State, Input, ROW_LAYOUT, V>(at(to, t, launch.snapshot_token),
-                                                 launch.snapshot_channel, entry[t + 3], x + t + 3);
+      if (t < rows - first)
+        store_row<State, Input, ROW_LAYOUT, V, PIECE>(
+            at(to, t, launch.snapshot_token), launch.snapshot_channel, entry[t + 3], x + t + 3);
     }
   }
 }

@@ -9,20 +9,34 @@
 #define FAST_HEAD_DIM 128
 #define FAST_GROUPS (FAST_HEAD_DIM / GDN_VERIFY_GROUP)
 
-/* Lanes apart at level l of the halving tree, whose partners are 16 >> l channels apart. */
-static __device__ __forceinline__ constexpr int tree_offset(int v, int level) {
-  return (GDN_VERIFY_GROUP / 2 / v) >> level;
+/* Lanes that share a group, whose channels they own V each, are those apart by less. */
+#define LANES_OF_GROUP(V) (GDN_VERIFY_GROUP / (V))
+
+/* Which token the lanes of each part of a group end with: four bits a part, of 2^splits parts. */
+static __device__ __forceinline__ constexpr unsigned tokens_of_lanes(int t, int splits) {
+  unsigned tokens = 0;
+  for (int part = 0; part < 1 << splits; ++part) {
+    int token = 0;
+    for (int level = splits - 1; level >= 0; --level) {
+      const int count = (t + (1 << level) - 1) >> level;
+      const bool second = (part >> (splits - 1 - level) & 1) != 0;
+      token = 2 * token + (second && 2 * token + 1 < count ? 1 : 0);
+    }
+    tokens |= (unsigned)token << (4 * part);
+  }
+  return tokens;
 }
 
 /* The factors of T tokens of a head, from this thread's squares[t][v].
  *
- * The tree adds channel i and i + 16, then + 8, + 4, + 2, + 1: with V channels a lane these are the
- * lanes 16 / V apart, and so on, then the channels of one lane. Instead of carrying every token
- * through every level in all lanes, two tokens share a shuffle: at each level one half of the lanes
- * goes on with the first, the other half with the second. Addition commutes, so that the bits are
- * those of the plain tree. After it a lane holds one group's sum of one token; the four groups of the
- * head are added left to right, through shared memory where they lie in several warps. */
-template <int V, int T>
+ * The tree adds channel i and i + 16, then + 8, + 4, + 2, + 1. The first levels are within a thread as
+ * far as its channels come in pieces (see channel_of), the last as far as a piece has neighbours; those
+ * between are lanes that exchange. Instead of carrying every token through every level in all lanes,
+ * two tokens share a shuffle: at each level one half of the lanes goes on with the first, the other
+ * half with the second. Addition commutes, so that the bits are those of the plain tree. After it a
+ * lane holds one group's sum of one token; the four groups of the head are added left to right, through
+ * shared memory where they lie in several warps. */
+template <int V, int PIECE, int T>
 static __device__ __forceinline__ void head_factors(float (&squares)[T][V], float l2_eps,
                                                     float (*partial)[FAST_GROUPS],
                                                     float (&factor)[T]) {
@@ -31,14 +45,22 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   static_assert(T <= 1 << LEVELS, "a lane ends with one token");
   const int lane = (int)(threadIdx.x & 31u);
 #pragma unroll
+  for (int n = V / 2; n >= PIECE; n /= 2) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+#pragma unroll
+      for (int v = 0; v < n; ++v) squares[t][v] = squares[t][v] + squares[t][v + n];
+    }
+  }
+#pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
-    const int offset = tree_offset(V, level);
+    const int offset = LANES_OF_GROUP(V) / 2 >> level;
     const int count = (T + (1 << level) - 1) >> level; /* values that a lane still carries */
     const bool second = (lane & offset) != 0;
 #pragma unroll
     for (int i = 0; 2 * i < count; ++i) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < PIECE; ++v) {
         const float a = squares[2 * i][v];
         if (2 * i + 1 < count) {
           const float b = squares[2 * i + 1][v];
@@ -49,21 +71,18 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
       }
     }
   }
-  float sum = squares[0][0];
-  if constexpr (V == 2) sum = squares[0][0] + squares[0][1];
-  if constexpr (V == 4) sum = (squares[0][0] + squares[0][2]) + (squares[0][1] + squares[0][3]);
-
-  /* which token this lane ended with; of lanes with the same one, the first speaks */
-  int token = 0;
-  bool speaks = true;
 #pragma unroll
-  for (int level = LEVELS - 1; level >= 0; --level) {
-    const int count = (T + (1 << level) - 1) >> level;
-    const bool second = (lane & tree_offset(V, level)) != 0;
-    const bool paired = 2 * token + 1 < count;
-    speaks = speaks && (paired || !second);
-    token = 2 * token + (paired && second ? 1 : 0);
+  for (int n = PIECE / 2; n >= 1; n /= 2) {
+#pragma unroll
+    for (int v = 0; v < n; ++v) squares[0][v] = squares[0][v] + squares[0][v + n];
   }
+  const float sum = squares[0][0];
+
+  /* the token that this lane ended with */
+  constexpr int SPLITS = T == 1 ? 0 : T == 2 ? 1 : T <= 4 ? 2 : 3; /* levels that tokens shared */
+  constexpr unsigned TOKENS = tokens_of_lanes(T, SPLITS);
+  const int part = lane % LANES_OF_GROUP(V) >> (LEVELS - SPLITS);
+  const int token = T == 1 ? 0 : (int)(TOKENS >> (4 * part) & 15u);
 
   float total;
   if constexpr (V == 4) {
@@ -75,8 +94,8 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   } else {
     const int group = (int)threadIdx.x * V / GDN_VERIFY_GROUP;
     float (*mine)[FAST_GROUPS] = partial + threadIdx.y * T;
-    if (speaks) mine[token][group] = sum;
-    __syncthreads(); /* the same */
+    mine[token][group] = sum; /* by several lanes, the same */
+    __syncthreads();          /* the same */
     const float4 groups = *(const float4 *)mine[token];
     total = ((groups.x + groups.y) + groups.z) + groups.w;
   }
@@ -85,7 +104,8 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   for (int t = 0; t < T; ++t) {
     int holder = 0;
 #pragma unroll
-    for (int level = 0; level < LEVELS; ++level) holder += (t >> level & 1) * tree_offset(V, level);
+    for (int level = 0; level < LEVELS; ++level)
+      holder += (t >> level & 1) * (LANES_OF_GROUP(V) / 2 >> level);
     factor[t] = T == 1 ? own : __shfl_sync(ALL, own, holder);
   }
 }

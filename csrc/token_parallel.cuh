@@ -3,8 +3,9 @@
  * There is no recurrence: the window after token t is just the last inputs, so that all (channel,
  * token) pairs are independent. A block owns 128 channels (one q or k head, or as many v channels)
  * of one sequence, for all its tokens or, along blockIdx.z, for some of them. threadIdx.x owns V
- * adjacent channels, threadIdx.y a group of T consecutive tokens; every thread loads its T + 3 inputs
- * up front.
+ * channels (see channel_of), threadIdx.y a group of T consecutive tokens; every thread loads its T + 3
+ * inputs up front. Large calls are bound by the instructions that a warp issues, so that addresses
+ * are one multiplication from a pointer that the compiler cannot take apart (opaque).
  *
  * Invariants
  * - conv_state is read and written by the block of the first tokens alone: it has at least the three
@@ -114,12 +115,12 @@ static __device__ __forceinline__ void load_weight(const FastLaunch &launch, int
 }
 
 /* Sets this block's channels of `count` output rows to zero; `output` is the first of them. */
-template <typename Input, int V>
+template <int PIECE, int V, typename Input>
 static __device__ __forceinline__ void zero_rows(Input *output, int64_t count, int stride) {
   const float zeros[V] = {};
   const int64_t step = (int64_t)blockDim.y * gridDim.z;
   for (int64_t row = blockIdx.z * blockDim.y + threadIdx.y; row < count; row += step)
-    store_pack<Input, V>(at(output, (int)row, stride), zeros);
+    store_entry<PIECE>(at(output, (int)row, stride), zeros);
 }
 
 /* gdn_verify_resolve on what it needs; the sequence's offsets are bytes. */
@@ -169,6 +170,13 @@ static constexpr int min_blocks(int v, int t) {
   return t == 2 ? 2 : 3;
 }
 
+/* Channels that move together: all V of a thread, except that of channel-major windows just so many as
+ * make 16 bytes, for whole stores side by side. */
+static __host__ __device__ constexpr int piece_of(int v, int form, size_t state_size) {
+  const int neighbours = state_size == 4 ? 1 : 2;
+  return form == FORM_WINDOWS && neighbours < v ? neighbours : v;
+}
+
 template <typename Input, typename State, int FORM, int V, int T>
 __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     token_parallel_kernel(const __grid_constant__ FastLaunch launch) {
@@ -184,98 +192,104 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
   const int snapshot_layout = FORM == FORM_WINDOWS   ? (int)LAYOUT_CHANNEL_MAJOR
                               : FORM == FORM_HISTORY ? (int)LAYOUT_TOKEN_MAJOR
                                                      : launch.snapshot_layout;
-  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * V);
+  constexpr int PIECE = piece_of(V, FORM, sizeof(State));
+  constexpr unsigned LANES = LANES_OF_GROUP(V);
+  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * PIECE +
+                            threadIdx.x / LANES * (GDN_VERIFY_GROUP - LANES * PIECE));
   const int first = (int)(blockIdx.z * blockDim.y + threadIdx.y) * T;
   const int seq = (int)blockIdx.x;
 
   /* constants first, while the kernel before this one may still run */
-  Raw<Input, 4 * V> raw_weight = {};
-  if (packed_weight)
-    raw_weight = load_raw<Input, 4 * V>((const Input *)launch.weight + 4 * channel);
+  Raw<Input, 4 * PIECE> raw_weight[V / PIECE] = {};
+  if (packed_weight) {
+#pragma unroll
+    for (int v = 0; v < V; v += PIECE)
+      raw_weight[v / PIECE] = load_raw<Input, 4 * PIECE>((const Input *)launch.weight +
+                                                         4 * (channel + channel_of<V, PIECE>(v)));
+  }
   wait_for_predecessor();
   release_successor();
 
   const Input *input = (const Input *)launch.input + channel;
   Input *output = (Input *)launch.output + channel;
-  gdn_verify_sequence s;
+  int rows, slot, row, start; /* as in gdn_verify_sequence */
   if (__builtin_expect(launch.plain, 1)) {
-    s.input_offset = (int64_t)seq * launch.input_seq;
-    s.output_offset = (int64_t)seq * launch.output_seq;
-    s.num_rows = launch.num_tokens;
-    s.slot = s.row = seq;
-    s.start = -1;
+    input = at(input, seq, launch.input_seq);
+    output = at(output, seq, launch.output_seq);
+    rows = launch.num_tokens;
+    slot = row = seq;
+    start = -1;
   } else if (seq == launch.n_seq) { /* with cu_seqlens: the rows that no sequence owns */
     int owned = launch.cu_seqlens[(int64_t)launch.n_seq * launch.cu_seqlens_stride];
     owned = owned < 0 ? 0 : owned;
-    zero_rows<Input, V>(at(output, owned, launch.output_token), (int64_t)launch.total_rows - owned,
+    zero_rows<PIECE, V>(at(output, owned, launch.output_token), (int64_t)launch.total_rows - owned,
                         launch.output_token);
     return;
   } else {
+    gdn_verify_sequence s;
     const gdn_verify_verdict verdict = resolve(launch, seq, &s);
+    input = (const Input *)((const char *)input + s.input_offset);
+    output = (Input *)((char *)output + s.output_offset);
     if (verdict != GDN_VERIFY_RUN) {
-      if (verdict != GDN_VERIFY_EMPTY)
-        zero_rows<Input, V>((Input *)((char *)output + s.output_offset), s.num_rows,
-                            launch.output_token);
+      if (verdict != GDN_VERIFY_EMPTY) zero_rows<PIECE, V>(output, s.num_rows, launch.output_token);
       return;
     }
+    rows = (int)s.num_rows, slot = (int)s.slot, row = (int)s.row, start = (int)s.start;
   }
-  const int rows = (int)s.num_rows;
   if (blockIdx.z > 0 && (int)(blockIdx.z * blockDim.y) * T >= rows) return;
-  input = (const Input *)((const char *)input + s.input_offset);
-  output = (Input *)((char *)output + s.output_offset);
+  input = opaque(input);
 
-  /* Everything that is read is asked for before anything is used. Tokens that there are not are read as
-   * the nearest one, which nobody uses. */
-  Raw<Input, V> entry[T + 3];
+  /* Everything that is read is asked for before anything is used. Tokens that there are not, before the
+   * first or after the last, are read as the last one, which nobody uses. */
+  Entry<Input, V, PIECE> entry[T + 3];
 #pragma unroll
   for (int j = 0; j < T + 3; ++j) {
-    int token = min(first + j - 3, rows - 1);
-    if (j < 3) token = max(token, 0);
-    entry[j] = load_raw<Input, V>(at(input, token, launch.input_token));
+    const unsigned token = min((unsigned)(first + j - 3), (unsigned)(rows - 1));
+    entry[j] = load_entry<V, PIECE>(at(input, (int)token, launch.input_token));
   }
   /* x[j] is the input of token first + j - 3, or what the start window holds there */
   float x[T + 3][V];
   float weight[4][V], bias[V];
-  State *state = (State *)((char *)launch.state + s.slot * launch.state_slot);
-  State *snapshots = (State *)((char *)launch.snapshots + s.row * launch.snapshot_row);
+  State *state = at((State *)launch.state, slot, launch.state_slot);
+  State *snapshots = at((State *)launch.snapshots, row, launch.snapshot_row);
   state = KNOWN ? state + 4 * channel : at(state, channel, launch.state_channel);
   snapshots = FORM == FORM_WINDOWS   ? snapshots + 4 * channel
               : FORM == FORM_HISTORY ? snapshots + channel
                                      : at(snapshots, channel, launch.snapshot_channel);
-  if (first < 3) {
-    const bool from_state = s.start < 0;
-    load_columns<State, V>(
-        from_state ? state : (const State *)((char *)snapshots + s.start * launch.snapshot_token),
-        from_state ? state_layout : snapshot_layout,
-        from_state ? launch.state_channel : launch.snapshot_channel,
-        from_state ? launch.state_column : launch.snapshot_column, state_len, T >= 3 ? 0 : first,
-        x);
-  }
+  const bool from_state = start < 0;
+  const State *from =
+      opaque<const State>(from_state ? state : at(snapshots, start, launch.snapshot_token));
+  if (first < 3)
+    load_columns<PIECE>(from, from_state ? state_layout : snapshot_layout,
+                        from_state ? launch.state_channel : launch.snapshot_channel,
+                        from_state ? launch.state_column : launch.snapshot_column, state_len,
+                        T >= 3 ? 0 : first, x);
 #pragma unroll
   for (int j = 0; j < T + 3; ++j)
-    if (j >= 3 || first + j >= 3) convert(entry[j], x[j]);
+    if (j >= 3 || (T >= 3 ? first > 0 : first + j >= 3)) convert(entry[j], x[j]);
   if (__builtin_expect(packed_weight, 1)) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
-      for (int k = 0; k < FAST_D_CONV; ++k) weight[k][v] = raw_to_float(raw_weight, 4 * v + k);
+      for (int k = 0; k < FAST_D_CONV; ++k)
+        weight[k][v] = raw_to_float(raw_weight[v / PIECE], 4 * (v % PIECE) + k);
     }
   } else {
     load_weight<V>(launch, channel, weight, bias);
   }
-  if (s.start >= 0) __syncthreads(); /* the old snapshots have been read */
+  if (start >= 0) __syncthreads(); /* the old snapshots have been read */
 
   /* snapshots go out first: they are most of the traffic */
   if (snapshot_kind != GDN_VERIFY_NO_SNAPSHOTS) {
     if (snapshot_layout == LAYOUT_CHANNEL_MAJOR)
-      store_snapshots<State, Input, LAYOUT_CHANNEL_MAJOR, V, T>(snapshots, snapshot_kind, state_len,
-                                                                launch, first, rows, entry, x);
+      store_snapshots<State, Input, LAYOUT_CHANNEL_MAJOR, V, PIECE, T>(
+          snapshots, snapshot_kind, state_len, launch, first, rows, entry, x);
     else if (snapshot_layout == LAYOUT_TOKEN_MAJOR)
-      store_snapshots<State, Input, LAYOUT_TOKEN_MAJOR, V, T>(snapshots, snapshot_kind, state_len,
-                                                              launch, first, rows, entry, x);
+      store_snapshots<State, Input, LAYOUT_TOKEN_MAJOR, V, PIECE, T>(
+          snapshots, snapshot_kind, state_len, launch, first, rows, entry, x);
     else
-      store_snapshots<State, Input, LAYOUT_STRIDED, V, T>(snapshots, snapshot_kind, state_len,
-                                                          launch, first, rows, entry, x);
+      store_snapshots<State, Input, LAYOUT_STRIDED, V, PIECE, T>(
+          snapshots, snapshot_kind, state_len, launch, first, rows, entry, x);
   }
 
   /* In known forms the flag is set too: asking all the same keeps the compiler from moving the
@@ -292,11 +306,11 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
   /* the inputs that are committed, as far as the tokens reach: last[j] of token rows - 4 + j. Asked
    * for here, where x is no longer needed, and used after the sum. */
   const bool commits = launch.write_state && first == 0;
-  Raw<Input, V> last[FAST_D_CONV] = {};
+  Entry<Input, V, PIECE> last[FAST_D_CONV] = {};
   if (commits) {
 #pragma unroll
     for (int j = 0; j < FAST_D_CONV; ++j)
-      last[j] = load_raw<Input, V>(at(input, max(rows - FAST_D_CONV + j, 0), launch.input_token));
+      last[j] = load_entry<V, PIECE>(at(input, max(rows - FAST_D_CONV + j, 0), launch.input_token));
   }
   if (channel < launch.qk_channels) {
     float squares[T][V], factor[T];
@@ -305,7 +319,7 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
 #pragma unroll
       for (int v = 0; v < V; ++v) squares[t][v] = __fmul_rn(y[t][v], y[t][v]);
     }
-    head_factors<V, T>(squares, launch.l2_eps, partial, factor);
+    head_factors<V, PIECE, T>(squares, launch.l2_eps, partial, factor);
 #pragma unroll
     for (int t = 0; t < T; ++t) {
 #pragma unroll
@@ -315,10 +329,11 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     __syncthreads(); /* conv_state has been read */
   }
 
-  output = at(output, first, launch.output_token);
+  output = opaque(at(output, first, launch.output_token));
+  const int left = opaque(rows - first); /* compared again, so that no T predicates are kept */
 #pragma unroll
   for (int t = 0; t < T; ++t) {
-    if (first + t < rows) store_pack<Input, V>(at(output, t, launch.output_token), y[t]);
+    if (t < left) store_entry<PIECE>(at(output, t, launch.output_token), y[t]);
   }
   if (commits) {
     float window[FAST_D_CONV][V];
@@ -337,13 +352,13 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
     }
     const int skip = FAST_D_CONV - state_len;
     if (state_layout == LAYOUT_CHANNEL_MAJOR)
-      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, FAST_D_CONV>(state, 0, 0, 0, window);
+      store_columns<State, LAYOUT_CHANNEL_MAJOR, V, PIECE, FAST_D_CONV>(state, 0, 0, 0, window);
     else if (state_layout == LAYOUT_TOKEN_MAJOR)
-      store_columns<State, LAYOUT_TOKEN_MAJOR, V, FAST_D_CONV>(state, 0, launch.state_column, skip,
-                                                               window);
+      store_columns<State, LAYOUT_TOKEN_MAJOR, V, PIECE, FAST_D_CONV>(state, 0, launch.state_column,
+                                                                      skip, window);
     else
-      store_columns<State, LAYOUT_STRIDED, V, FAST_D_CONV>(state, launch.state_channel,
-                                                           launch.state_column, skip, window);
+      store_columns<State, LAYOUT_STRIDED, V, PIECE, FAST_D_CONV>(
+          state, launch.state_channel, launch.state_column, skip, window);
   }
 }
 

@@ -19,8 +19,8 @@
  * hold all tokens where G is 0. */
 // clang-format off
 #define FOR_EACH_CONFIG(X)                                                                    \
-  X(1, 2, 2) X(1, 3, 0) X(1, 3, 1) X(1, 3, 2) X(1, 6, 0)                                      \
-  X(2, 1, 0) X(2, 1, 3) X(2, 2, 0) X(2, 2, 2) X(2, 6, 0) X(2, 8, 0)                           \
+  X(1, 2, 2) X(1, 3, 0) X(1, 3, 1) X(1, 6, 0)                                                 \
+  X(2, 1, 0) X(2, 1, 3) X(2, 2, 0) X(2, 2, 2) X(2, 4, 0) X(2, 6, 0) X(2, 8, 0)                \
   X(4, 1, 0) X(4, 1, 3) X(4, 2, 0) X(4, 2, 2) X(4, 3, 0) X(4, 4, 0)
 // clang-format on
 
@@ -67,43 +67,33 @@ static int first_fit(const gdn_verify_problem *p, int v, int from) {
   return -1;
 }
 
-/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more
- * then work alone at the end. */
-static bool leaves_a_tail(const gdn_verify_problem *p) {
+/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more then
+ * work alone at the end. Of a dependent launch half the room is the next kernel's. */
+static bool leaves_a_tail(const gdn_verify_problem *p, bool pdl) {
   const int64_t groups = (p->num_tokens + 5) / 6, sms = 132, groups_per_sm = 9;
   const int64_t blocks = p->n_seq * (p->d_inner / FAST_HEAD_DIM);
   const int64_t wave = sms * (groups_per_sm / groups);
-  return blocks > wave && 2 * blocks <= 3 * wave;
+  return (blocks > wave && 2 * blocks <= 3 * wave) ||
+         (pdl && 2 * blocks > wave && 4 * blocks <= 3 * wave);
 }
 
 /* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of 8192
- * channels and a token). Small calls want one token a thread, and where there are many tokens several
- * blocks for them; large ones more tokens a thread, and as many channels as still make whole 16-byte
- * stores side by side. */
-static int choose_config(const gdn_verify_problem *p) {
-  const bool windows = p->snapshot_kind == GDN_VERIFY_WINDOWS;
-  const bool wide_windows = windows && p->state_dtype == GDN_VERIFY_FLOAT32;
-  const bool few = p->num_tokens <= 8;
-  const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192;
+ * channels and a token). Small calls want one or two tokens a thread; large ones more tokens, or more
+ * channels where those make whole 16-byte stores. */
+static int choose_config(const gdn_verify_problem *p, bool pdl) {
+  const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192, tokens = p->num_tokens;
   Config best;
-  if (wide_windows && work <= 32)
-    best = work < 4     ? Config{2, 1, 3}
-           : few        ? Config{2, 1, 0}
-           : work <= 24 ? Config{2, 1, 3}
-                        : Config{1, 3, 0};
-  else if (wide_windows)
-    best = p->num_tokens < 4                        ? Config{2, 2, 0}
-           : p->num_tokens > 18 || leaves_a_tail(p) ? Config{1, 3, 1}
-                                                    : Config{1, 6, 0};
-  else if (few)
-    best = work <= 48               ? Config{4, 1, 0}
-           : windows || work <= 128 ? Config{4, 2, 0}
-                                    : Config{4, 4, 0};
+  if (p->snapshot_kind == GDN_VERIFY_WINDOWS && p->state_dtype == GDN_VERIFY_FLOAT32)
+    best = tokens < 4 && work <= 24 ? Config{2, 1, 0}
+           : tokens < 6             ? Config{2, 2, 0}
+           : tokens > 18            ? Config{1, 3, 1}
+           : leaves_a_tail(p, pdl)  ? Config{2, 6, 0}
+                                    : Config{1, 6, 0};
   else
-    best = work <= 40   ? Config{4, 1, 3}
-           : work <= 96 ? Config{4, 2, 0}
-           : windows    ? Config{2, 6, 0}
-                        : Config{4, 3, 0};
+    best = tokens < 4 && work <= 8      ? Config{2, 1, 0}
+           : work <= 48                 ? Config{2, 2, 0}
+           : tokens <= 8 || work <= 102 ? Config{4, 2, 0}
+                                        : Config{4, 3, 0};
   const int config = first_fit(p, best.v, find_config(best.v, best.t, best.groups));
   if (config >= 0) return config;
   const int many = find_config(2, 8, 0);
@@ -300,7 +290,7 @@ static int tuned_config(const gdn_verify_problem *p, bool pdl) {
 static int fast_config(const gdn_verify_problem *p, int64_t asked, bool pdl) {
   if (!fast_shape(p)) return -1;
   if (asked < 0) asked = tuned_config(p, pdl);
-  const int config = asked >= 0 && config_fits(p, (int)asked) ? (int)asked : choose_config(p);
+  const int config = asked >= 0 && config_fits(p, (int)asked) ? (int)asked : choose_config(p, pdl);
   if (config < 0 || rows_fit(p, configs[config].v)) return config;
   return first_fit(p, 1, 0);
 }
