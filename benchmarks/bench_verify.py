@@ -63,13 +63,13 @@ def points_of(args: argparse.Namespace) -> list[tuple[int, int]]:
 # ---- what to measure -----------------------------------------------------------------------------
 
 
-def plan_details(plan: Any, shape: Any, points: list[tuple[int, int]], peers: list[Any]) -> None:
-    """Everything, in every way."""
+def plan_details(plan: Any, shape: Any, points: list[tuple[int, int]]) -> None:
+    """Everything of ours, in every way."""
     import contenders as own
 
     ends = {points[0], points[-1]}
     for c, k in points:
-        for each in (*own.FUSED.values(), *own.BASELINES, *peers):
+        for each in (*own.FUSED.values(), *own.BASELINES):
             if not each.slow_to_prepare or (c, k) in ends:
                 plan.add(own.Point(shape, c, k, each.kinds[0]), each)
         for kind, pdl in own.FUSED:
@@ -102,7 +102,7 @@ def plan_full(plan: Any, shape: Any) -> None:
         plan.add(own.Point(shape, c, k), own.PER_TOKEN, COLD)
 
 
-def plan_targets(plan: Any, peers: list[Any]) -> None:
+def plan_targets(plan: Any) -> None:
     """What the targets need, besides the figures of `measure_targets`."""
     import contenders as own
 
@@ -118,9 +118,20 @@ def plan_targets(plan: Any, peers: list[Any]) -> None:
         for pdl in (False, True):
             plan.add(own.Point(main, c, k), own.FUSED[own.WINDOWS, pdl], ("eager",))
         plan.add(own.Point(main, c, k), own.WRAPPER, ("eager",))
-    for each in peers:
-        for c, k in EVERY:
-            plan.add(own.Point(main, c, k), each, COLD)
+
+
+def plan_peers(
+    plan: Any,
+    peers: list[Any],
+    shape: Any,
+    points: list[tuple[int, int]],
+    ways: tuple[str, ...],
+) -> None:
+    import contenders as own
+
+    for c, k in points:
+        for each in peers:
+            plan.add(own.Point(shape, c, k), each, ways)
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -134,6 +145,23 @@ def save(path: str | None, result: dict[str, Any]) -> None:
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(result, file, separators=(",", ":"))
         os.replace(temporary, path)
+
+
+def run_plan(plan: Any, result: dict[str, Any], path: str | None) -> None:
+    """Measures it into the result, which is saved now and then."""
+    for each in filter(None, plan.contenders.values()):
+        name = each.name if each.name != "fused" else f"{each.name}, {each.kinds[0]}"
+        result["contenders"][name] = {
+            "does": each.does,
+            "norm": each.norm,
+            "snapshot_bytes": each.snapshot_bytes,
+        }
+    saved = time.perf_counter()
+    for row in plan.run():
+        result["rows"].append(row)
+        if time.perf_counter() - saved > SAVE_SECONDS:
+            save(path, result)
+            saved = time.perf_counter()
 
 
 def measure_sweep(result: dict[str, Any], shape: Any, points: list[tuple[int, int]]) -> None:
@@ -160,49 +188,46 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     import torch
 
     from gdn_verify import tuned
-    from gdn_verify.models import MODELS
+    from gdn_verify.models import MODELS, Shape
 
     torch.manual_seed(0)
     tuned_entries = tuned.load_tuned() if args.tuned else tuned.use({})
     shape, points = MODELS[args.model], points_of(args)
-    installed, peer_state = peers.load()
     detailed = not (args.targets or args.sweep) or args.full
     plan = measure.Plan()
     if args.targets:
-        plan_targets(plan, installed)
+        plan_targets(plan)
     if args.full:
         plan_full(plan, shape)
     if args.sweep:
         plan_ratios(plan, shape, points)
     if detailed:
-        plan_details(plan, shape, points, installed)
+        plan_details(plan, shape, points)
     result: dict[str, Any] = {
         "machine": measure.machine(arguments),
         "d_inner": shape.d_inner,
         "tuned_entries": tuned_entries,
         "ceiling_gbps": floor.copy_ceiling(),
         "empty": measure.empty_launches(),
-        "peers": peer_state,
-        "contenders": {
-            each.name + ("" if each.name != "fused" else f", {each.kinds[0]}"): {
-                "does": each.does, "norm": each.norm, "snapshot_bytes": each.snapshot_bytes,
-            }
-            for each in plan.contenders.values() if each
-        },
+        "peers": {},
+        "contenders": {},
         "rows": [],
         "sweep": [],
-    }  # fmt: skip
-    saved = time.perf_counter()
-    for row in plan.run():
-        result["rows"].append(row)
-        if time.perf_counter() - saved > SAVE_SECONDS:
-            save(args.json, result)
-            saved = time.perf_counter()
+    }
+    run_plan(plan, result, args.json)
     if args.targets or args.sweep:
         measure_sweep(result, shape, SUBSET if args.targets else points)
     if args.targets:
         result["allocations"] = measure.allocations(own.Point(shape, 8, 17))
         result["cpu"] = measure_cpu(shape)
+    # last of all: importing them changes how torch compiles, and slows the host
+    installed, result["peers"] = peers.load()
+    theirs = measure.Plan()
+    if args.targets:
+        plan_peers(theirs, installed, Shape(report.MAIN_D, 4096), EVERY, COLD)
+    if detailed:
+        plan_peers(theirs, installed, shape, points, measure.WAYS)
+    run_plan(theirs, result, args.json)
     result["machine"]["clocks_after"] = measure.clocks()
     return result
 

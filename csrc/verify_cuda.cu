@@ -78,22 +78,26 @@ static bool leaves_a_tail(const gdn_verify_problem *p, bool pdl) {
 }
 
 /* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of 8192
- * channels and a token). Small calls want one or two tokens a thread; large ones more tokens, or more
- * channels where those make whole 16-byte stores. */
+ * channels and a token). Small calls want one or two tokens a thread, and several blocks for many
+ * tokens; large ones more tokens, or more channels where those make whole 16-byte stores. */
 static int choose_config(const gdn_verify_problem *p, bool pdl) {
   const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192, tokens = p->num_tokens;
   Config best;
   if (p->snapshot_kind == GDN_VERIFY_WINDOWS && p->state_dtype == GDN_VERIFY_FLOAT32)
-    best = tokens < 4 && work <= 24 ? Config{2, 1, 0}
-           : tokens < 6             ? Config{2, 2, 0}
-           : tokens > 18            ? Config{1, 3, 1}
-           : leaves_a_tail(p, pdl)  ? Config{2, 6, 0}
-                                    : Config{1, 6, 0};
+    best = tokens < 4 && work <= 24   ? Config{2, 1, 0}
+           : pdl && work <= 17        ? Config{2, 2, 0}
+           : pdl && work <= 40        ? Config{4, 2, 0}
+           : tokens > 8 && work <= 9  ? Config{2, 2, 2}
+           : tokens < 6 || work <= 12 ? Config{2, 2, 0}
+           : tokens > 18              ? Config{1, 3, 1}
+           : leaves_a_tail(p, pdl)    ? Config{2, 6, 0}
+                                      : Config{1, 6, 0};
   else
-    best = tokens < 4 && work <= 8      ? Config{2, 1, 0}
-           : work <= 48                 ? Config{2, 2, 0}
-           : tokens <= 8 || work <= 102 ? Config{4, 2, 0}
-                                        : Config{4, 3, 0};
+    best = tokens < 4 && work <= 8            ? Config{2, 1, 0}
+           : !pdl && tokens > 8 && work <= 40 ? Config{2, 2, 2}
+           : work <= (pdl ? 20 : 48)          ? Config{2, 2, 0}
+           : tokens <= 8 || work <= 102       ? Config{4, 2, 0}
+                                              : Config{4, 3, 0};
   const int config = first_fit(p, best.v, find_config(best.v, best.t, best.groups));
   if (config >= 0) return config;
   const int many = find_config(2, 8, 0);

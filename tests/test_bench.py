@@ -107,7 +107,7 @@ def test_plan_measures_once():
 
 def test_targets_plan_has_every_point():
     plan = measure.Plan()
-    bench_verify.plan_targets(plan, [])
+    bench_verify.plan_targets(plan)
     for kind in bench_verify.TARGET_KINDS:
         for c, k in bench_verify.EVERY:
             for pdl in (False, True):
@@ -156,8 +156,8 @@ def timed(us):
 def synthetic(scale=1.0):
     """A result as the benchmark writes it: a copy takes 1 us and 0.2 us a MB, the operator 1.1."""
     plan = measure.Plan()
-    bench_verify.plan_targets(plan, [])
-    bench_verify.plan_details(plan, SHAPE, bench_verify.SUBSET, [])
+    bench_verify.plan_targets(plan)
+    bench_verify.plan_details(plan, SHAPE, bench_verify.SUBSET)
     bench_verify.plan_full(plan, SHAPE)
     rows = []
     for entry, ways in plan.entries.items():
