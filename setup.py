@@ -13,6 +13,7 @@ Environment: FORCE_CUDA, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, CC, CXX, CFL
 Whatever is missing ends the build with one sentence that says what to do, never with a traceback.
 """
 
+import json
 import os
 import re
 import runpy
@@ -221,7 +222,8 @@ class Builder:
         if self.nvcc:
             self.archs = choose_archs(os.environ.get("TORCH_CUDA_ARCH_LIST"), self.nvcc.archs)
             why += f"; architectures {' '.join(self.archs)}"
-        say(f"gdn-verify: building for {'CPU and CUDA' if use_cuda else 'CPU only'}: {why}")
+        self.decision = f"{'CPU and CUDA' if use_cuda else 'CPU only'}: {why}"
+        say(f"gdn-verify: building for {self.decision}")
         self.cc = find_compiler("CC", ("cc", "gcc", "clang"))
         self.cxx = find_compiler("CXX", ("c++", "g++", "clang++"))
         self.headers = sorted(p for p in CSRC.iterdir() if p.suffix in (".h", ".cuh"))
@@ -268,6 +270,7 @@ class Builder:
             nvcc += [f'-DGDN_VERIFY_CUDA_ARCHS="{" ".join(self.archs)}"']
             tasks += [(source, nvcc) for source in cu_sources]  # first: they take longest
         python = ["-std=c++17", "-isystem", str(torch_include), "-isystem", python_include]
+        python += [f"-DGDN_VERIFY_DECISION={json.dumps(self.decision)}"]  # a C string
         tasks += [(CSRC / "pybind_core.cpp", [*self.cxx, *cxx_flags, *python])]
         stable = [f"-std={cxx_standard(self.torch)}", "-isystem", str(torch_include)]
         stable += ["-isystem", str(torch_include / "torch" / "csrc" / "api" / "include")]

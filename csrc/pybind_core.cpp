@@ -19,6 +19,10 @@
 #include <tuple>
 #include <vector>
 
+#ifndef GDN_VERIFY_DECISION /* what the build was for, and why; setup.py says */
+#define GDN_VERIFY_DECISION "unknown"
+#endif
+
 namespace py = pybind11;
 
 namespace {
@@ -319,6 +323,7 @@ py::dict build_info() {
   info["configs"] = gdn_verify_configs();
   info["cpu_level"] = gdn_verify_cpu_level();
   info["compiler"] = __VERSION__;
+  info["decision"] = GDN_VERIFY_DECISION;
   return info;
 }
 

@@ -19,6 +19,7 @@ class BuildInfo(TypedDict):
     configs: str
     cpu_level: str
     compiler: str
+    decision: str
 
 def verify_fused_conv_kn_batched(
     conv_state: _Array | None,

@@ -190,6 +190,8 @@ def test_info(capsys):
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["build"]["cpu_level"]
+    cuda = "CPU and CUDA: " if found["build"]["has_cuda"] else "CPU only: "
+    assert found["build"]["decision"].startswith(cuda)
     assert "unknown" not in str({k: v for k, v in found.items() if k != "cuda_driver"})
 
 
