@@ -60,8 +60,8 @@ static __device__ __forceinline__ float round_to(float x, int32_t dtype) {
   return x;
 }
 
-/* What they are given, unknown to the compiler: it does not take apart the sum that a pointer is, to do it
- * again at each use, nor keep in registers what it worked out from a number before. */
+/* What they are given, unknown to the compiler: it does not take apart the sum that a pointer is,
+ * to do it again at each use, nor keep in registers what it worked out from a number before. */
 template <typename Element>
 static __device__ __forceinline__ Element *opaque(Element *global) {
 #if defined(__CUDA_ARCH__)
@@ -93,7 +93,7 @@ struct alignas(sizeof(Element) * N < 16 ? sizeof(Element) * N : 16) Pack {
 
 /* N elements as they were loaded, in whole registers. Loading and converting are two steps, so that
  * everything that is loaded before the first conversion is on its way at the same time; a register
- * that holds two elements of its own would be taken apart, and so waited for, at the first branch. */
+ * that holds two elements of its own would be taken apart, and so waited for, at any branch. */
 template <typename Element, int N>
 struct Raw {
   static constexpr int BYTES = (int)sizeof(Element) * N;
@@ -182,8 +182,8 @@ static __device__ __forceinline__ void store_pack(Element *to, const float (&x)[
 /* ---- programmatic dependent launch ----------------------------------------------------------- */
 
 /* Waits until the kernel before this one on the stream has ended and its writes can be seen; does
- * nothing where the launch was not a dependent one. Every block of every grid goes through it before
- * it ends: otherwise a grid could end before its predecessor. */
+ * nothing where the launch was not a dependent one. Every block of every grid goes through it
+ * before it ends: otherwise a grid could end before its predecessor. */
 static __device__ __forceinline__ void wait_for_predecessor(void) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,5 +1,5 @@
-/* fast_windows.cuh - what the fast kernel is told (FastLaunch), and how it reads start windows and writes
- * snapshots and states of every layout.
+/* fast_windows.cuh - what the fast kernel is told (FastLaunch), and how it reads start windows and
+ * writes snapshots and states of every layout.
  *
  * In registers a window is x[column][channel], oldest column first.
  */
@@ -26,9 +26,9 @@ typedef enum Form {
   FORM_HISTORY
 } Form;
 
-/* The parameters of a launch. They are few and narrow, in the order of their use, because a launch copies
- * them and a kernel reads them line by line through a cache that is cold at every launch. Strides and
- * offsets are bytes. */
+/* The parameters of a launch. They are few and narrow, in the order of their use, because a launch
+ * copies them and a kernel reads them line by line through a cache that is cold at every launch.
+ * Strides and offsets are bytes. */
 typedef struct FastLaunch {
   const void *weight;
   const void *input;
@@ -64,18 +64,18 @@ typedef struct FastLaunch {
   uint8_t weight_dtype, bias_dtype;
 } FastLaunch;
 
-/* The address `count` strides behind p. One instruction, where the product of 32-bit factors is taken in
- * 64 bits. */
+/* The address `count` strides behind p. One instruction, where the product of 32-bit factors is
+ * taken in 64 bits. */
 template <typename Element>
 static __device__ __forceinline__ Element *at(Element *p, int count, int stride) {
   typedef typename std::conditional<std::is_const<Element>::value, const char, char>::type Byte;
   return (Element *)((Byte *)p + (int64_t)count * stride);
 }
 
-/* ---- a thread's channels ----------------------------------------------------------------------- */
+/* ---- a thread's channels --------------------------------------------------------------------- */
 
-/* The V channels of a thread are pieces of PIECE neighbours, which move together. The pieces lie evenly
- * apart within a group of 32 channels, so that a warp's stores of one piece are side by side. */
+/* The V channels of a thread are pieces of PIECE neighbours, which move together. The pieces lie
+ * evenly apart in a group of 32 channels, so that a warp's stores of one piece are side by side. */
 template <int V, int PIECE>
 static __host__ __device__ __forceinline__ constexpr int channel_of(int v) {
   return v / PIECE * (GDN_VERIFY_GROUP / (V / PIECE)) + v % PIECE;
@@ -129,7 +129,7 @@ static __device__ __forceinline__ void store_entry(Element *to, const float (&x)
   }
 }
 
-/* ---- start windows ---------------------------------------------------------------------------- */
+/* ---- start windows --------------------------------------------------------------------------- */
 
 /* Loads what a start window contributes to x of a thread whose first token is `first`: x[j] is the
  * entry of token first + j - 3, as far as that is below 0. The window has `columns` columns. */
@@ -168,7 +168,7 @@ static __device__ __forceinline__ void load_columns(const State *from, int layou
   }
 }
 
-/* ---- states and snapshots ---------------------------------------------------------------------- */
+/* ---- states and snapshots -------------------------------------------------------------------- */
 
 /* Stores N columns x[0 .. N - 1], of which the first `skip` are left out. STREAM: nobody reads them
  * soon. */
@@ -204,7 +204,7 @@ static __device__ __forceinline__ void store_columns(State *to, int channel_stri
   }
 }
 
-/* Stores x, which is what `entry` holds, as a row of the history: as it came where the dtypes agree. */
+/* Stores x, what `entry` holds, as a row of the history: as it came where the dtypes agree. */
 template <typename State, typename Input, int LAYOUT, int V, int PIECE>
 static __device__ __forceinline__ void store_row(State *to, int channel_stride,
                                                  const Entry<Input, V, PIECE> &entry,

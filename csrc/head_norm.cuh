@@ -1,5 +1,5 @@
-/* head_norm.cuh - the L2 norm of the fast kernel: the sum over a head's 128 channels, in the order of the
- * definition, and the factor that it gives.
+/* head_norm.cuh - the L2 norm of the fast kernel: the sum over a head's 128 channels, in the order
+ * of the definition, and the factor that it gives.
  */
 #ifndef GDN_VERIFY_HEAD_NORM_CUH
 #define GDN_VERIFY_HEAD_NORM_CUH
@@ -29,20 +29,19 @@ static __device__ __forceinline__ constexpr unsigned tokens_of_lanes(int t, int 
 
 /* The factors of T tokens of a head, from this thread's squares[t][v].
  *
- * The tree adds channel i and i + 16, then + 8, + 4, + 2, + 1. The first levels are within a thread as
- * far as its channels come in pieces (see channel_of), the last as far as a piece has neighbours; those
- * between are lanes that exchange. Instead of carrying every token through every level in all lanes,
- * two tokens share a shuffle: at each level one half of the lanes goes on with the first, the other
- * half with the second. Addition commutes, so that the bits are those of the plain tree. After it a
- * lane holds one group's sum of one token; the four groups of the head are added left to right, through
- * shared memory where they lie in several warps. */
+ * The tree adds channel i and i + 16, then + 8, + 4, + 2, + 1. The first levels are within a thread
+ * as far as its channels come in pieces (see channel_of), the last as far as a piece has
+ * neighbours; those between are lanes that exchange. Instead of carrying every token through every
+ * level in all lanes, two tokens share a shuffle: at each level one half of the lanes goes on with
+ * the first, the other half with the second. Addition commutes, so that the bits are those of the
+ * plain tree. After it a lane holds one group's sum of one token; the four groups of the head are
+ * added left to right, through shared memory where they lie in several warps. */
 template <int V, int PIECE, int T>
 static __device__ __forceinline__ void head_factors(float (&squares)[T][V], float l2_eps,
                                                     float (*partial)[FAST_GROUPS],
                                                     float (&factor)[T]) {
   constexpr unsigned ALL = 0xFFFFFFFFu;
   constexpr int LEVELS = V == 1 ? 5 : V == 2 ? 4 : 3;
-  static_assert(T <= 1 << LEVELS, "a lane ends with one token");
   const int lane = (int)(threadIdx.x & 31u);
 #pragma unroll
   for (int n = V / 2; n >= PIECE; n /= 2) {
@@ -80,6 +79,7 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
 
   /* the token that this lane ended with */
   constexpr int SPLITS = T == 1 ? 0 : T == 2 ? 1 : T <= 4 ? 2 : 3; /* levels that tokens shared */
+  static_assert(T <= 1 << SPLITS && SPLITS <= LEVELS, "a lane ends with one token");
   constexpr unsigned TOKENS = tokens_of_lanes(T, SPLITS);
   const int part = lane % LANES_OF_GROUP(V) >> (LEVELS - SPLITS);
   const int token = T == 1 ? 0 : (int)(TOKENS >> (4 * part) & 15u);

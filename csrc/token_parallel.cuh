@@ -3,13 +3,13 @@
  * There is no recurrence: the window after token t is just the last inputs, so that all (channel,
  * token) pairs are independent. A block owns 128 channels (one q or k head, or as many v channels)
  * of one sequence, for all its tokens or, along blockIdx.z, for some of them. threadIdx.x owns V
- * channels (see channel_of), threadIdx.y a group of T consecutive tokens; every thread loads its T + 3
- * inputs up front. Large calls are bound by the instructions that a warp issues, so that addresses
- * are one multiplication from a pointer that the compiler cannot take apart (opaque).
+ * channels (see channel_of), threadIdx.y a group of T consecutive tokens; every thread loads its
+ * T + 3 inputs up front. Large calls are bound by the instructions that a warp issues, so that
+ * addresses are one multiplication from a pointer that the compiler cannot take apart (opaque).
  *
  * Invariants
- * - conv_state is read and written by the block of the first tokens alone: it has at least the three
- *   whose windows reach back to it, and what is committed are the last inputs, which nobody
+ * - conv_state is read and written by the block of the first tokens alone: it has at least the
+ *   three whose windows reach back to it, and what is committed are the last inputs, which nobody
  *   overwrites. The thread that writes has the first T tokens; where others read too (T < 3), a
  *   barrier lies between.
  * - Where a sequence starts from an old snapshot, which this launch overwrites, one block has all
@@ -97,20 +97,20 @@ static __device__ __forceinline__ void activate(int32_t activation, float (&y)[T
 }
 
 /* Weight and bias of this thread's channels, of any dtype and strides. */
-template <int V>
+template <int PIECE, int V>
 static __device__ __forceinline__ void load_weight(const FastLaunch &launch, int channel,
                                                    float (&weight)[4][V], float (&bias)[V]) {
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    const int64_t first = (int64_t)(channel + v) * launch.weight_channel;
+    const int64_t mine = channel + channel_of<V, PIECE>(v);
+    const int64_t first = mine * launch.weight_channel;
 #pragma unroll
     for (int k = 0; k < FAST_D_CONV; ++k)
       weight[k][v] =
           load_element(launch.weight, first + (int64_t)k * launch.weight_tap, launch.weight_dtype);
     bias[v] = 0.0f;
     if (launch.bias)
-      bias[v] = load_element(launch.bias, (int64_t)(channel + v) * launch.bias_channel,
-                             launch.bias_dtype);
+      bias[v] = load_element(launch.bias, mine * launch.bias_channel, launch.bias_dtype);
   }
 }
 
@@ -150,7 +150,7 @@ static __device__ __forceinline__ gdn_verify_verdict resolve(const FastLaunch &l
   return gdn_verify_resolve(&p, seq, s);
 }
 
-/* Most threads of a block: enough for 17 tokens, fewer where T is small, many more where it is 8. */
+/* Most threads of a block: enough for 17 tokens, fewer where T is small, many more for T = 8. */
 static constexpr int max_threads(int v, int t) {
   const int lanes = FAST_HEAD_DIM / v;
   if (t == 1) return 8 * lanes;
@@ -170,8 +170,8 @@ static constexpr int min_blocks(int v, int t) {
   return t == 2 ? 2 : 3;
 }
 
-/* Channels that move together: all V of a thread, except that of channel-major windows just so many as
- * make 16 bytes, for whole stores side by side. */
+/* Channels that move together: all V of a thread, except that of channel-major windows just so many
+ * as make 16 bytes, for whole stores side by side. */
 static __host__ __device__ constexpr int piece_of(int v, int form, size_t state_size) {
   const int neighbours = state_size == 4 ? 1 : 2;
   return form == FORM_WINDOWS && neighbours < v ? neighbours : v;
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
                                                      : launch.snapshot_layout;
   constexpr int PIECE = piece_of(V, FORM, sizeof(State));
   constexpr unsigned LANES = LANES_OF_GROUP(V);
-  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * PIECE +
-                            threadIdx.x / LANES * (GDN_VERIFY_GROUP - LANES * PIECE));
+  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x / LANES * GDN_VERIFY_GROUP +
+                            threadIdx.x % LANES * PIECE);
   const int first = (int)(blockIdx.z * blockDim.y + threadIdx.y) * T;
   const int seq = (int)blockIdx.x;
 
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
                         launch.output_token);
     return;
   } else {
-    gdn_verify_sequence s;
+    gdn_verify_sequence s = {}; /* wrong cu_seqlens leave its offsets alone */
     const gdn_verify_verdict verdict = resolve(launch, seq, &s);
     input = (const Input *)((const char *)input + s.input_offset);
     output = (Input *)((char *)output + s.output_offset);
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
   if (blockIdx.z > 0 && (int)(blockIdx.z * blockDim.y) * T >= rows) return;
   input = opaque(input);
 
-  /* Everything that is read is asked for before anything is used. Tokens that there are not, before the
-   * first or after the last, are read as the last one, which nobody uses. */
+  /* Everything that is read is asked for before anything is used. Tokens that there are not, before
+   * the first or after the last, are read as the last one, which nobody uses. */
   Entry<Input, V, PIECE> entry[T + 3];
 #pragma unroll
   for (int j = 0; j < T + 3; ++j) {
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
         weight[k][v] = raw_to_float(raw_weight[v / PIECE], 4 * (v % PIECE) + k);
     }
   } else {
-    load_weight<V>(launch, channel, weight, bias);
+    load_weight<PIECE>(launch, channel, weight, bias);
   }
   if (start >= 0) __syncthreads(); /* the old snapshots have been read */
 

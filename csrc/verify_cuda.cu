@@ -15,8 +15,8 @@
 
 /* ---- configurations -------------------------------------------------------------------------- */
 
-/* Every configuration (V, T, G); `config` is the index. A block has G groups of T tokens, or as many as
- * hold all tokens where G is 0. */
+/* Every configuration (V, T, G); `config` is the index. A block has G groups of T tokens, or as
+ * many as hold all tokens where G is 0. */
 // clang-format off
 #define FOR_EACH_CONFIG(X)                                                                    \
   X(1, 2, 2) X(1, 3, 0) X(1, 3, 1) X(1, 6, 0)                                                 \
@@ -60,15 +60,15 @@ static int find_config(int v, int t, int groups) {
   return -1;
 }
 
-/* The first configuration from index `from` on that moves V channels a thread and fits; -1: none. */
+/* The first configuration from index `from` on with V channels a thread that fits; -1: none. */
 static int first_fit(const gdn_verify_problem *p, int v, int from) {
   for (int i = from; i < NUM_CONFIGS; ++i)
     if (configs[i].v == v && config_fits(p, i)) return i;
   return -1;
 }
 
-/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more then
- * work alone at the end. Of a dependent launch half the room is the next kernel's. */
+/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more
+ * then work alone at the end. Of a dependent launch half the room is the next kernel's. */
 static bool leaves_a_tail(const gdn_verify_problem *p, bool pdl) {
   const int64_t groups = (p->num_tokens + 5) / 6, sms = 132, groups_per_sm = 9;
   const int64_t blocks = p->n_seq * (p->d_inner / FAST_HEAD_DIM);
@@ -77,11 +77,11 @@ static bool leaves_a_tail(const gdn_verify_problem *p, bool pdl) {
          (pdl && 2 * blocks > wave && 4 * blocks <= 3 * wave);
 }
 
-/* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of 8192
- * channels and a token). Small calls want one or two tokens a thread, and several blocks for many
- * tokens; large ones more tokens, or more channels where those make whole 16-byte stores. */
+/* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of
+ * 8192 channels and a token). Small calls want one or two tokens a thread, and several blocks for
+ * many tokens; large ones more tokens, or more channels where those make whole 16-byte stores. */
 static int choose_config(const gdn_verify_problem *p, bool pdl) {
-  const int64_t work = p->n_seq * p->num_tokens * p->d_inner / 8192, tokens = p->num_tokens;
+  const int64_t work = p->total_rows * p->d_inner / 8192, tokens = p->num_tokens;
   Config best;
   if (p->snapshot_kind == GDN_VERIFY_WINDOWS && p->state_dtype == GDN_VERIFY_FLOAT32)
     best = tokens < 4 && work <= 24   ? Config{2, 1, 0}
@@ -106,7 +106,7 @@ static int choose_config(const gdn_verify_problem *p, bool pdl) {
 
 /* ---- the fast kernel ------------------------------------------------------------------------- */
 
-/* The layout of windows at `base` with the given strides, as far as packs of V channels can use it. */
+/* How windows at `base` with the given strides lie, as far as packs of V channels can use it. */
 static WindowLayout layout_of(const void *base, int64_t size, int v, int64_t columns,
                               const int64_t *outer, int n_outer, int64_t channel, int64_t column) {
   int64_t piece = 0; /* elements that move together */
@@ -289,8 +289,8 @@ static int tuned_config(const gdn_verify_problem *p, bool pdl) {
   return config < NUM_CONFIGS ? config : -1;
 }
 
-/* The caller's choice, or the table's, or the heuristic's; a configuration that cannot run this call
- * gives way to the heuristic's. -1: the general kernel. */
+/* The caller's choice, or the table's, or the heuristic's; a configuration that cannot run this
+ * call gives way to the heuristic's. -1: the general kernel. */
 static int fast_config(const gdn_verify_problem *p, int64_t asked, bool pdl) {
   if (!fast_shape(p)) return -1;
   if (asked < 0) asked = tuned_config(p, pdl);
