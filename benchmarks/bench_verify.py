@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     if args.targets:
         result["allocations"] = measure.allocations(own.Point(shape, 8, 17))
         result["cpu"] = measure_cpu(shape)
-    # last of all: importing them changes how torch compiles, and slows the host
+    # last of all, since importing them changes how torch compiles
     installed, result["peers"] = peers.load()
     theirs = measure.Plan()
     if args.targets:
