@@ -1,4 +1,4 @@
-"""Speculative decoding of a Qwen3-Next model with several sequences, checked against plain greedy.
+"""Speculative decoding of a Qwen3-Next or Qwen3.5 model, checked against plain greedy decoding.
 
 A model of `transformers` (small, random weights; nothing is downloaded) continues a few prompts of
 different lengths: first one token at a time by its own code, then with drafts. A step drafts some
@@ -335,7 +335,9 @@ def usable_device(text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=positive, default=3, metavar="C")
-    parser.add_argument("--drafts", type=positive, default=3, metavar="K", help="a step")
+    parser.add_argument(
+        "--drafts", type=positive, default=3, metavar="N", help="a step; N + 1 tokens are verified"
+    )
     parser.add_argument(
         "--device", type=usable_device, default="cpu", help="cpu (default), cuda or cuda:N"
     )

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     info = commands.add_parser("info", help="print versions, how it was built, and the devices")
     info.add_argument("--json", action="store_true", help="as JSON")
 
-    commands.add_parser("bench", help="run the benchmark (in a checkout, on a GPU)")
+    commands.add_parser("bench", help="run the benchmark (in a checkout; on a GPU, or --cpu)")
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["bench"]:  # has options of its own
