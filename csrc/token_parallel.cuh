@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
                                                      : launch.snapshot_layout;
   constexpr int PIECE = piece_of(V, FORM, sizeof(State));
   constexpr unsigned LANES = LANES_OF_GROUP(V);
-  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x / LANES * GDN_VERIFY_GROUP +
-                            threadIdx.x % LANES * PIECE);
+  const int channel = (int)(blockIdx.y * FAST_HEAD_DIM + threadIdx.x * PIECE +
+                            threadIdx.x / LANES * (GDN_VERIFY_GROUP - LANES * PIECE));
   const int first = (int)(blockIdx.z * blockDim.y + threadIdx.y) * T;
   const int seq = (int)blockIdx.x;
 
@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(max_threads(V, T), min_blocks(V, T))
                         launch.output_token);
     return;
   } else {
-    gdn_verify_sequence s = {}; /* wrong cu_seqlens leave its offsets alone */
+    gdn_verify_sequence s;
+    s.input_offset = s.output_offset = 0; /* wrong cu_seqlens leave them alone */
     const gdn_verify_verdict verdict = resolve(launch, seq, &s);
     input = (const Input *)((const char *)input + s.input_offset);
     output = (Input *)((char *)output + s.output_offset);
