@@ -6,9 +6,14 @@ fast they are, and that nvcc compiles them so, the tests on a GPU and `make cuda
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import cases
 import compare
 import emulated
+import numpy as np
+import processes
 import pytest
 import sanitize
 from cases import Case
@@ -74,3 +79,46 @@ def test_everything_else(order):
 def test_wrong_index_values_touch_nothing_else(order):
     for case in sanitize.wrong():
         compare.assert_same_around(cases.run("emulated", case), case)
+
+
+# ---- reads -------------------------------------------------------------------------------------
+
+
+def between_pages(owner: np.ndarray, at_end: bool) -> tuple[mmap.mmap, int]:
+    """A copy of a buffer next to memory that cannot be touched, and where in the map it starts."""
+    page = mmap.PAGESIZE
+    inside = -(-max(owner.nbytes, 1) // page) * page
+    memory = mmap.mmap(-1, page + inside + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for each in (address, address + page + inside):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(each), ctypes.c_size_t(page), 0) == 0
+    start = page + inside - owner.nbytes if at_end else page
+    memory[start : start + owner.nbytes] = owner.tobytes()
+    return memory, start
+
+
+def run_between_pages(case: Case, at_end: bool, **options: int) -> None:
+    copies = {}
+
+    def view(x: np.ndarray) -> np.ndarray:
+        owner = cases.buffer_of(x)
+        if id(owner) not in copies:
+            copies[id(owner)] = between_pages(owner, at_end)
+        memory, start = copies[id(owner)]
+        return np.ndarray(x.shape, x.dtype, memory, start + cases.offset_of(x), x.strides)
+
+    args, more = cases.map_arrays(view, case.args), cases.map_arrays(view, case.options)
+    Case(case.op, args, more).call("emulated", **options)
+
+
+def test_nothing_is_read_beside_a_buffer():
+    """Not even what nobody uses: see the tokens before the first. A read ends the process."""
+    processes.python("""
+        import sanitize
+        import test_emulated
+
+        for index, case in enumerate(sanitize.shipped()):
+            for at_end in (False, True):
+                config = (index + 9 * at_end) % (test_emulated.CONFIGS + 1) - 1
+                test_emulated.run_between_pages(case, at_end, config=config)
+    """)

@@ -24,6 +24,7 @@ extern "C" __attribute__((visibility("default"))) void gdn_verify_emulate_backwa
 namespace {
 
 constexpr size_t STACK_BYTES = 1 << 17;
+constexpr size_t KERNEL_BYTES = 1 << 12; /* of it, about what a kernel's own variables take */
 constexpr int WARP = 32;
 
 enum Wait {
@@ -119,6 +120,8 @@ void run_block(dim3 block) {
     t.index = make_uint3((unsigned)i % block.x, (unsigned)i / block.x % block.y,
                          (unsigned)i / (block.x * block.y));
     t.wait = RUNNING;
+    /* a variable that nothing was written to is far outside of any buffer, as an offset */
+    memset(t.stack.get() + STACK_BYTES - KERNEL_BYTES, 0x80, KERNEL_BYTES);
     getcontext(&t.context);
     t.context.uc_stack.ss_sp = t.stack.get();
     t.context.uc_stack.ss_size = STACK_BYTES;
@@ -171,7 +174,7 @@ void emulate_grid(dim3 grid, dim3 block, size_t shared, const std::function<void
   }
 }
 
-/* ---- the rest of the backend ------------------------------------------------------------------- */
+/* ---- the rest of the backend ----------------------------------------------------------------- */
 
 extern "C" cudaError_t cudaGetDevice(int *device) {
   *device = 0;

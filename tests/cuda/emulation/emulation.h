@@ -1,10 +1,10 @@
 /* emulation.h - the CUDA kernels as ordinary C++, for machines without a GPU.
  *
- * Included before a .cu file, which a host compiler then compiles as C++, as it is.
- * A launch runs its blocks one after the other, and the threads of a block as coroutines, which give
- * way at barriers and shuffles. Host memory is device memory. A warp runs as far as it can without
- * the others, warps, lanes and blocks forwards or backwards, so that a missing barrier shows as a
- * wrong result: see gdn_verify_emulate_backwards.
+ * Included before a .cu file, which a host compiler then compiles as C++, as it is. A launch runs
+ * its blocks one after the other, and the threads of a block as coroutines, which give way at
+ * barriers and shuffles. Host memory is device memory. A warp runs as far as it can without the
+ * others, warps, lanes and blocks forwards or backwards, so that a missing barrier shows as a wrong
+ * result: see gdn_verify_emulate_backwards.
  *
  * What it does not show: time, what dependent launches overlap, memory accesses of a warp, and the
  * reciprocal's intrinsic, which is a division here.
@@ -34,7 +34,7 @@ gdn_verify_status gdn_verify_check_device_commit(const gdn_verify_commit_problem
                                                  void *stream, gdn_verify_error *err);
 }
 
-/* Runs `thread` for every thread of every block, `shared` bytes of dynamic shared memory a block. */
+/* Runs `thread` for all threads of all blocks, `shared` bytes of dynamic shared memory a block. */
 void emulate_grid(dim3 grid, dim3 block, size_t shared, const std::function<void()> &thread);
 
 template <typename Argument>
@@ -84,8 +84,14 @@ static inline float __shfl_xor_sync(unsigned, float x, int mask) {
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static inline int min(int a, int b) { return a < b ? a : b; }
-static inline int max(int a, int b) { return a > b ? a : b; }
+template <typename Number> /* of one type: no argument is converted */
+static inline Number min(Number a, Number b) {
+  return a < b ? a : b;
+}
+template <typename Number>
+static inline Number max(Number a, Number b) {
+  return a > b ? a : b;
+}
 static inline void __stcs(uint4 *to, uint4 x) { *to = x; }
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = (uint64_t)b << 32 | a;
