@@ -160,7 +160,7 @@ GDN_VERIFY_INLINE gdn_verify_verdict gdn_verify_resolve(const gdn_verify_problem
   if (p->cu_seqlens) {
     const int64_t begin = p->cu_seqlens[seq * p->cu_seqlens_stride];
     const int64_t end = p->cu_seqlens[(seq + 1) * p->cu_seqlens_stride];
-    s->num_rows = 0;
+    s->num_rows = s->input_offset = s->output_offset = 0;
     if (begin < 0 || begin > end || end > p->total_rows || (seq == 0 && begin != 0))
       return GDN_VERIFY_BAD_CU_SEQLENS;
     s->num_rows = end - begin;
