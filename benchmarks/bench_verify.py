@@ -102,13 +102,20 @@ def plan_full(plan: Any, shape: Any) -> None:
         plan.add(own.Point(shape, c, k), own.PER_TOKEN, COLD)
 
 
+def main_shape() -> Any:
+    """The layer that most targets are of."""
+    from gdn_verify.models import Shape
+
+    return Shape(report.MAIN_D, 4096)
+
+
 def plan_targets(plan: Any) -> None:
-    """What the targets need, besides the figures of `measure_targets`."""
+    """What the targets need of ours, but for single figures."""
     import contenders as own
 
     from gdn_verify.models import Shape
 
-    main = Shape(report.MAIN_D, 4096)
+    main = main_shape()
     plan_ratios(plan, main, EVERY)
     plan_ratios(plan, main, [(c, k) for c in (16, 32, 64) for k in (2, 8, 17)])
     for shape in (Shape(10240, 4096), Shape(12288, 4096), Shape(1024, 512), Shape(1280, 512),
@@ -127,6 +134,7 @@ def plan_peers(
     points: list[tuple[int, int]],
     ways: tuple[str, ...],
 ) -> None:
+    """What others offer, as far as it is installed."""
     import contenders as own
 
     for c, k in points:
@@ -188,7 +196,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     import torch
 
     from gdn_verify import tuned
-    from gdn_verify.models import MODELS, Shape
+    from gdn_verify.models import MODELS
 
     torch.manual_seed(0)
     tuned_entries = tuned.load_tuned() if args.tuned else tuned.use({})
@@ -224,7 +232,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     installed, result["peers"] = peers.load()
     theirs = measure.Plan()
     if args.targets:
-        plan_peers(theirs, installed, Shape(report.MAIN_D, 4096), EVERY, COLD)
+        plan_peers(theirs, installed, main_shape(), EVERY, COLD)
     if detailed:
         plan_peers(theirs, installed, shape, points, measure.WAYS)
     run_plan(theirs, result, args.json)

@@ -9,7 +9,7 @@
 #define FAST_HEAD_DIM 128
 #define FAST_GROUPS (FAST_HEAD_DIM / GDN_VERIFY_GROUP)
 
-/* Lanes that share a group, whose channels they own V each, are those apart by less. */
+/* Lanes that share a group of the definition, with V channels each. */
 #define LANES_OF_GROUP(V) (GDN_VERIFY_GROUP / (V))
 
 /* Which token the lanes of each part of a group end with: four bits a part, of 2^splits parts. */
@@ -25,6 +25,16 @@ static __device__ __forceinline__ constexpr unsigned tokens_of_lanes(int t, int 
     tokens |= (unsigned)token << (4 * part);
   }
   return tokens;
+}
+
+/* Adds the upper half of the first 2 * n values of x to the lower, for n = from, from / 2, .. to. */
+template <int V>
+static __device__ __forceinline__ void fold(float (&x)[V], int from, int to) {
+#pragma unroll
+  for (int n = from; n >= to; n /= 2) {
+#pragma unroll
+    for (int v = 0; v < n; ++v) x[v] = x[v] + x[v + n];
+  }
 }
 
 /* The factors of T tokens of a head, from this thread's squares[t][v].
@@ -44,13 +54,7 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
   constexpr int LEVELS = V == 1 ? 5 : V == 2 ? 4 : 3;
   const int lane = (int)(threadIdx.x & 31u);
 #pragma unroll
-  for (int n = V / 2; n >= PIECE; n /= 2) {
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-#pragma unroll
-      for (int v = 0; v < n; ++v) squares[t][v] = squares[t][v] + squares[t][v + n];
-    }
-  }
+  for (int t = 0; t < T; ++t) fold(squares[t], V / 2, PIECE);
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
     const int offset = LANES_OF_GROUP(V) / 2 >> level;
@@ -70,11 +74,7 @@ static __device__ __forceinline__ void head_factors(float (&squares)[T][V], floa
       }
     }
   }
-#pragma unroll
-  for (int n = PIECE / 2; n >= 1; n /= 2) {
-#pragma unroll
-    for (int v = 0; v < n; ++v) squares[0][v] = squares[0][v] + squares[0][v + n];
-  }
+  fold(squares[0], PIECE / 2, 1);
   const float sum = squares[0][0];
 
   /* the token that this lane ended with */

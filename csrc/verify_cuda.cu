@@ -2,7 +2,7 @@
  *
  * token_parallel.cuh takes the shapes of shipped models (d_conv 4, head_dim 128, bfloat16 or
  * float16); general.cuh takes everything else. Both give the same bits. A launch configuration is
- * (V, T, G): V adjacent channels a thread, T consecutive tokens a thread, G groups of T a block.
+ * (V, T, G): V channels a thread, T consecutive tokens a thread, G groups of T a block.
  */
 #include "cuda_host.h"
 #include "general.cuh"
@@ -67,14 +67,19 @@ static int first_fit(const gdn_verify_problem *p, int v, int from) {
   return -1;
 }
 
-/* Whether blocks of (1, 6, 0) are just more than an H200 holds at a time: the SMs that get one more
- * then work alone at the end. Of a dependent launch half the room is the next kernel's. */
+/* Whether the blocks are just more than there is room for at a time: the SMs that get one more then
+ * work alone at the end. */
+static bool just_above(int64_t blocks, int64_t room) {
+  return blocks > room && 2 * blocks <= 3 * room;
+}
+
+/* Whether blocks of (1, 6, 0) are so on an H200. Of a dependent launch half the room is the next
+ * kernel's. */
 static bool leaves_a_tail(const gdn_verify_problem *p, bool pdl) {
   const int64_t groups = (p->num_tokens + 5) / 6, sms = 132, groups_per_sm = 9;
   const int64_t blocks = p->n_seq * (p->d_inner / FAST_HEAD_DIM);
   const int64_t wave = sms * (groups_per_sm / groups);
-  return (blocks > wave && 2 * blocks <= 3 * wave) ||
-         (pdl && 2 * blocks > wave && 4 * blocks <= 3 * wave);
+  return just_above(blocks, wave) || (pdl && just_above(2 * blocks, wave));
 }
 
 /* Without a tuned table: what was best on an H200, by snapshots, tokens and the work in all (of
